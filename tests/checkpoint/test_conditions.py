@@ -20,7 +20,7 @@ from lockstep.collectives.communicator import all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.replicas import conditions
-from lockstep.strategies.base import laid_out
+from lockstep.strategies.base import place_replicas
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import compare_machines
 
@@ -135,7 +135,7 @@ def test_workers_with_other_processors_are_named_and_equal_ones_are_not():
 def test_replicas_on_devices_of_two_kinds_are_refused():
     devices: Any = [SimpleNamespace(kind="CPU", name="cpu:0"), SimpleNamespace(kind="GPU", name="gpu:0")]
     with pytest.raises(ConfigError, match=r"cpu:0 and gpu:0"):
-        laid_out(4, devices)
+        place_replicas(4, devices)
 
 
 def job() -> list[list[str]]:

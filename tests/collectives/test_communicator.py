@@ -28,7 +28,7 @@ def test_a_wish_that_comes_during_an_exchange_waits_for_the_next():
         def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
             sent = self._own_flags
             self.set_flags(ControlFlags.SAVE)
-            self._receive_flags(sent, sent=sent)
+            self._receive_flags(sent, requests=sent)
             return [tuple(numbers)]
 
     workers = Interrupted(1)

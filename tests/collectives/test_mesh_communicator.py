@@ -38,7 +38,7 @@ class ThreadJob(Communicator):
     def all_gather_numbers(self, name: str, numbers: Any = ()) -> list[tuple[float, ...]]:
         wishes = self._own_flags
         met = self._all((tuple(numbers), wishes))
-        self._receive_flags(ControlFlags(sum({int(each) for _, each in met})), sent=wishes)
+        self._receive_flags(ControlFlags(sum({int(each) for _, each in met})), requests=wishes)
         return [numbers for numbers, _ in met]
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:

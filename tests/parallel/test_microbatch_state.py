@@ -88,8 +88,10 @@ def test_a_trial_pass_leaves_nothing(name: str):
     module, other = STATEFUL[name](), STATEFUL[name]()
     other.load_state_dict(module.state_dict())
     x, more = rows(module), rows(module)
+    drawn = torch.get_rng_state()
     with leaving_no_trace(module, torch.device("cpu")):
-        module(more)
+        module(nn.functional.dropout(more))
+    assert torch.equal(torch.get_rng_state(), drawn)
     torch.testing.assert_close(module(x), other(x), rtol=0, atol=0)
     torch.testing.assert_close(module.state_dict(), other.state_dict(), rtol=0, atol=0)
 

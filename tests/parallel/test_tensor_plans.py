@@ -24,7 +24,7 @@ from transformers import (
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.model_specs import require_layers, require_model_spec, sizes_of
-from lockstep.parallel.tensor_parallel import DividedModel, check_own_plan, check_plan
+from lockstep.parallel.tensor_plan import DividedModel, check_plan, check_user_plan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -109,12 +109,12 @@ def test_a_plan_of_the_user_s_own_is_not_checked():
 def test_a_plan_of_the_user_s_own_is_refused_where_its_style_does_not_fit():
     module = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 4))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    check_own_plan(module, plan, 1)
+    check_user_plan(module, plan, 1)
     with pytest.raises(ConfigError, match=r"tensor=2 does not divide the in_features of '2'=7"):
-        check_own_plan(module, plan, 2)
-    check_own_plan(module, {"2": RowwiseParallel(input_layouts=Replicate())}, 2)
+        check_user_plan(module, plan, 2)
+    check_user_plan(module, {"2": RowwiseParallel(input_layouts=Replicate())}, 2)
     with pytest.raises(ConfigError, match=r"'1' the style ColwiseParallel, and it is a ReLU"):
-        check_own_plan(module, {"1": ColwiseParallel()}, 2)
+        check_user_plan(module, {"1": ColwiseParallel()}, 2)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_a_layer_whose_weight_is_computed_is_refused(wrap: Any):
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     with pytest.raises(ConfigError, match=r"tensor_plan divides '0', whose weight is computed .*tensor=1"):
-        check_own_plan(module, plan, 2)
-    check_own_plan(module, plan, 1)
-    check_own_plan(module[1:], {"2": RowwiseParallel()}, 2)  # it may stand beside divided ones
+        check_user_plan(module, plan, 2)
+    check_user_plan(module, plan, 1)
+    check_user_plan(module[1:], {"2": RowwiseParallel()}, 2)  # it may stand beside divided ones
 
 
 def test_a_model_whose_weights_are_computed_is_refused():

@@ -39,11 +39,11 @@ def rank(number: int, seed: int = 11) -> tuple[Philox, DeviceRng]:
 
 def a_layer(generator: Philox, draws: DeviceRng) -> dict[str, tuple[int, int]]:
     found = {"before": generator.draw()}
-    with draws.switched(own=True):
+    with draws.switched(of_rank=True):
         found["own"] = generator.draw()
-        with draws.switched(own=True):
+        with draws.switched(of_rank=True):
             found["nested"] = generator.draw()
-        with draws.switched(own=False):
+        with draws.switched(of_rank=False):
             found["together"] = generator.draw()
         found["own again"] = generator.draw()
     found["after"] = generator.draw()
@@ -80,11 +80,11 @@ def test_what_sets_the_place_back_repeats_both_kinds_of_draws():
 def test_the_replica_s_seed_is_back_after_an_error():
     generator, draws = rank(0)
     try:
-        with draws.switched(own=True):
+        with draws.switched(of_rank=True):
             raise ValueError
     except ValueError:
         pass
 
     assert generator.seed == 11
-    with draws.switched(own=True):
+    with draws.switched(of_rank=True):
         assert generator.seed != 11

@@ -10,7 +10,7 @@ from lockstep import config
 from lockstep.config import DeviceRegistry, LogicalDeviceConfiguration, PhysicalDevice
 from lockstep.errors import ClusterError
 from lockstep.strategies import multi_worker
-from lockstep.strategies.multi_worker import check_gpus, each_has_its_own, own_devices
+from lockstep.strategies.multi_worker import check_gpus, has_separate_gpus, worker_devices
 
 CPU = torch.device("cpu")
 TWO = ls.ClusterSpec(workers=("127.0.0.1:1", ""), index=1, source="torchrun")
@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> DeviceRegistry:
 def taken(monkeypatch: pytest.MonkeyPatch, cluster: ls.ClusterSpec | None = TWO, **variables: str) -> list[str]:
     for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
-    return [device.name for device in own_devices(cluster)]
+    return [device.name for device in worker_devices(cluster)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_variables_without_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatc
     ("gpus", "own"), [((7, 8, 9), True), ((7, 8, 7), False), ((7, 0, 9), False), ((0, 0, 0), False)]
 )
 def test_nccl_is_for_workers_with_a_gpu_each(gpus: tuple[int, ...], own: bool):
-    assert each_has_its_own(gpus) is own
+    assert has_separate_gpus(gpus) is own
 
 
 def test_workers_of_a_divided_model_have_a_gpu_each_or_none():

@@ -46,7 +46,7 @@ class ShardedModuleAdapter(StateAdapter):
     def state(self) -> AdapterState:
         self._module.exchange_buffers()
         averages = dict(self._module.named_buffers())
-        tensors = {name: averages.get(name, tensor) for name, tensor in self._part.own_tensors().items()}
+        tensors = {name: averages.get(name, tensor) for name, tensor in self._part.local_tensors().items()}
         return AdapterState(
             shared={},
             worker=dict(self._part.named_buffers()),
@@ -59,7 +59,7 @@ class ShardedModuleAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, entry: SavedState) -> None:
-        self._open(entry).read(self._shards(self._part.own_tensors()))
+        self._open(entry).read(self._shards(self._part.local_tensors()))
         if entry.same_layout and isinstance(entry.worker, Mapping):
             for name, buffer in self._part.named_buffers():
                 if name in entry.worker:

@@ -83,6 +83,7 @@ class Communicator(ABC):
         self.replicas, self.names = tuple(replicas), tuple(names)
         self.size, self.num_replicas = len(self.replicas), sum(self.replicas)
         self.first_replica = sum(self.replicas[:index])  # this worker's first among those of all workers
+        # Every worker computes the nodes of all, so a record need not say what its numbers are sums of.
         blocks = pairwise(accumulate(self.replicas, initial=0))
         self.nodes = tuple(nodes_within(*block, self.num_replicas) for block in blocks)
         self.any_layout = any_layout
@@ -113,9 +114,11 @@ class Communicator(ABC):
         """Clears flags that have been acted on. Every worker must call it at the same point of the program."""
         self._agreed_flags &= ~flags
 
-    def _receive_flags(self, received: ControlFlags, *, sent: ControlFlags) -> None:
+    def _receive_flags(self, received: ControlFlags, *, requests: ControlFlags) -> None:
         self._agreed_flags |= received
-        self._own_flags &= ~sent  # only these: a signal handler may have set others since
+        # Only these: a signal handler may have set others since they were sent
+        # (tests/collectives/test_communicator.py).
+        self._own_flags &= ~requests
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -145,12 +148,14 @@ class Communicator(ABC):
         def add(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(left + right for left, right in zip(one, other, strict=True))
 
-        own = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
+        local_sums = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
         width, most = len(rows[0]), max(map(len, self.nodes))
-        sent = [number for _, row in own for number in row] + [0.0] * ((most - len(own)) * width)
+        # Filled up with zeros: workers have different numbers of nodes, and a record's numbers are as many on all
+        # workers. Sums are sent by node and not by worker, so that they are added in one order on every layout.
+        payload = [number for _, row in local_sums for number in row] + [0.0] * ((most - len(local_sums)) * width)
         parts = [
             (node, numbers[place * width : (place + 1) * width])
-            for nodes, numbers in zip(self.nodes, self.all_gather_numbers(name, sent), strict=True)
+            for nodes, numbers in zip(self.nodes, self.all_gather_numbers(name, payload), strict=True)
             for place, node in enumerate(nodes)
         ]
         ((_, total),) = add_nodes(parts, self.num_replicas, add)
@@ -177,16 +182,16 @@ class Communicator(ABC):
         """Has the next collective compare 64 bits that must be equal on all workers; several are combined in order."""
 
     def compare_draws(self, digest: int, when_same: Callable[[], object]) -> None:
-        """Has the next collective call ``when_same`` if another worker's 32 bits, of what it draws, are the same.
+        """Has the next collective compare 32 bits of what each worker draws, and call ``when_same`` if two are equal.
 
-        Unlike other digests they should differ. 0 is none. Processes that hold one replica together may draw alike, so
-        only workers that each have whole replicas compare them.
+        Other digests must be equal on all workers; these should differ. 0 stands for no draws. Processes that hold one
+        replica together may draw alike, so only workers that each have whole replicas compare them.
         """
         self._draws = digest, when_same
 
     @abstractmethod
     def set_status(self, text: str) -> None:
-        """Says what this worker does, for the other workers' messages if it is lost."""
+        """Sets what this worker does now. Other workers name it in their messages if this one is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -201,8 +206,9 @@ class SingleWorkerCommunicator(Communicator):
         super().__init__(0, (replicas,), (name,), any_layout=any_layout, task=task)
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        flags = self._own_flags  # read once: a signal handler may set others meanwhile
-        self._receive_flags(flags, sent=flags)
+        # Read once: a signal handler may set others meanwhile.
+        flags = self._own_flags
+        self._receive_flags(flags, requests=flags)
         return [tuple(numbers)]
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
@@ -228,6 +234,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
     """Gathers a value of every worker (lists, tuples and dicts of tensors, numbers, strings and None), on the CPU."""
     if workers.is_single:
         return [value]
+    # Not pickle: weights_only reads tensors and plain values, and runs no code of another worker's.
     written = io.BytesIO()
     torch.save(value, written)
     return [
@@ -238,6 +245,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
     """Runs ``act`` on the chief while the others wait; None on the others, who get a ClusterError if it fails."""
+    # An error is sent before it is raised: workers that wait for the chief's message would wait until their time limit.
     result, failed = None, None
     try:
         result = act() if workers.leads else None
@@ -301,10 +309,10 @@ def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> N
     if workers.is_single:
         return
     gathered = workers.all_gather_bytes(f"agree on {what}", "\n".join(lines).encode())
-    expected, *others = [text.decode().split("\n") for text in gathered]
-    for name, found in zip(workers.names[1:], others, strict=True):
-        if found != expected:
-            pairs = zip_longest(expected, found, fillvalue="nothing more")
+    expected, *answers = [text.decode().split("\n") for text in gathered]
+    for name, answer in zip(workers.names[1:], answers, strict=True):
+        if answer != expected:
+            pairs = zip_longest(expected, answer, fillvalue="nothing more")
             chiefs, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ClusterError(
                 f"the workers disagree about {what}: {workers.names[0]} has {chiefs or 'nothing'}, "
@@ -320,6 +328,7 @@ def calling_frame() -> FrameType | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
+    # A replica's thread begins in threading.py, which is no line of the user's.
     return None if frame.f_code.co_filename == threading.__file__ else frame
 
 
@@ -385,8 +394,12 @@ class MeshCommunicator(Communicator):
         return self._job.broadcast_bytes(name, payload)
 
     def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        (own,) = parts
-        return self._job.all_reduce(name, [own if self.is_leader else [torch.zeros_like(each) for each in own]])
+        # Zeros of the others keep the sum that of the leaders, each replica counted once
+        # (tests/collectives/test_mesh_communicator.py).
+        (tensors,) = parts
+        return self._job.all_reduce(
+            name, [tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]]
+        )
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         gathered = self._job.all_gather(name, tensor if self.is_leader else tensor.narrow(axis, 0, 0), axis)
@@ -408,12 +421,14 @@ class MeshCommunicator(Communicator):
 
     def _of_leaders(self, gather: Callable[[], list[T]]) -> list[T]:
         """Gathers from all processes, with the flags that this one has set, and returns the leaders' values."""
-        sent = self._own_flags
-        self._job.set_flags(sent)
+        requests = self._own_flags
+        self._job.set_flags(requests)
         gathered = gather()
+        # The job's flags are cleared, since this communicator keeps what is agreed; otherwise each later collective
+        # would bring them back after they have been acted on.
         agreed = self._job.agreed_flags
         self._job.clear_flags(agreed)
-        self._receive_flags(agreed, sent=sent)
+        self._receive_flags(agreed, requests=requests)
         return [gathered[leader] for leader in self.leaders]
 
 

@@ -25,8 +25,10 @@ TEXT_BYTES = 336
 _LAYOUT = struct.Struct(f"<QQQIII{MOST_NUMBERS}d{TEXT_BYTES}s")
 RECORD_BYTES = _LAYOUT.size
 _SEPARATOR = "\n"
+# A broadcast copies tensors into one flat message; at most so many bytes of them twice in memory.
 _CHUNK_BYTES = 25 * 2**20
 _DIGEST_BITS = 2**64 - 1
+# The prime of the FNV-1a hash of 64 bits. Digests are multiplied, so their order counts.
 _DIGEST_FACTOR = 0x100000001B3
 
 
@@ -50,6 +52,7 @@ class CallRecord:
         """The record as ``RECORD_BYTES`` bytes. A text that is too long is cut off."""
         if len(self.numbers) > MOST_NUMBERS:
             raise ConfigError(f"a collective carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
+        # The name is first, so that only the place is lost where the text is too long: names are compared.
         text = f"{self.name}{_SEPARATOR}{self.where}".encode()[:TEXT_BYTES]
         numbers = (*self.numbers, *[0.0] * (MOST_NUMBERS - len(self.numbers)))
         return _LAYOUT.pack(
@@ -60,10 +63,9 @@ class CallRecord:
     def unpack(cls, data: bytes) -> CallRecord:
         sequence, digest, length, flags, count, draws, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
-        own = tuple(numbers[:count])
         return cls(
-            name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest,
-            draws=draws,
+            name=name, where=where, sequence=sequence, numbers=tuple(numbers[:count]), length=length, flags=flags,
+            digest=digest, draws=draws,
         )  # fmt: skip
 
 
@@ -111,7 +113,8 @@ class DistributedCommunicator(Communicator):
         names = [membership.names[member] for member in self._members]
         super().__init__(self._members.index(membership.spec.index), replicas, names, any_layout=any_layout)
         self._owns_membership = members is None
-        self._prefix = f"{team} {self._members[0]}/" if team else ""  # groups of one name have different first members
+        # Groups of one name, such as the replicas of a mesh, have different first members.
+        self._prefix = f"{team} {self._members[0]}/" if team else ""
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -119,6 +122,7 @@ class DistributedCommunicator(Communicator):
         self._control = self._group("control")
         self._sequence = 0
         self._digest = 0
+        # A record and its payload are two messages, between which no other thread's call may come.
         self._one_call = threading.Lock()
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -128,9 +132,9 @@ class DistributedCommunicator(Communicator):
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
             records = self._exchange_records(name, length=len(payload))
-            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
-            gathered = self._gather_padded(own, records, name)
-        return [each[: record.length].numpy().tobytes() for each, record in zip(gathered, records, strict=True)]
+            flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+            gathered = self._gather_padded(flat, records, name)
+        return [part[: record.length].numpy().tobytes() for part, record in zip(gathered, records, strict=True)]
 
     def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         with self._one_call:
@@ -145,10 +149,10 @@ class DistributedCommunicator(Communicator):
         with self._one_call:
             records = self._exchange_records(call, (tensor.shape[axis],), length=flat.numel())
             gathered = self._gather_padded(flat, records, name)
-        shapes = [(*tensor.shape[:axis], int(each.numbers[0]), *tensor.shape[axis + 1 :]) for each in records]
+        shapes = [(*tensor.shape[:axis], int(record.numbers[0]), *tensor.shape[axis + 1 :]) for record in records]
         return [
-            from_bytes(each, tensor.dtype, shape).to(tensor.device)
-            for each, shape in zip(gathered, shapes, strict=True)
+            from_bytes(part, tensor.dtype, shape).to(tensor.device)
+            for part, shape in zip(gathered, shapes, strict=True)
         ]
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -160,7 +164,8 @@ class DistributedCommunicator(Communicator):
                 sizes = [tensor.numel() * tensor.element_size() for tensor in chunk]
                 for tensor, part in zip(chunk, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
-                del flat, part  # before the next one is made
+                # Freed before the next flat copy is made.
+                del flat, part
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
         """A process group for sums that run beside all other collectives. A collective."""
@@ -183,23 +188,25 @@ class DistributedCommunicator(Communicator):
     def _exchange_records(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
         self.membership.check()
         flags, (draws, when_same) = self._own_flags, self._draws
-        mine = CallRecord(
+        call = CallRecord(
             name=name, where=call_site(), sequence=self._sequence, numbers=tuple(map(float, numbers)), length=length,
             flags=int(flags), digest=self._digest, draws=draws,
         )  # fmt: skip
-        self.set_status(f"{name} ({mine.where})" if mine.where else name)
-        packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-        records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
+        self.set_status(f"{name} ({call.where})" if call.where else name)
+        packed = torch.frombuffer(bytearray(call.pack()), dtype=torch.uint8)
+        records = [CallRecord.unpack(reply.numpy().tobytes()) for reply in self._gather(packed, name)]
         check_same_call(records, self.names)
+        # Counted and cleared only now: after a disagreement the messages of all workers still have them.
         self._sequence += 1
         self._digest, self._draws = 0, (0, lambda: None)
-        self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
+        self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), requests=flags)
         if draws and sum(record.draws == draws for record in records) > 1:
             when_same()
         return records
 
     def _gather_padded(self, flat: torch.Tensor, records: Sequence[CallRecord], name: str) -> list[torch.Tensor]:
         """Gathers uint8 tensors of the lengths in the records, each padded to the longest."""
+        # gloo's all-gather takes tensors of one length on all workers.
         padded = torch.zeros(max(1, *(record.length for record in records)), dtype=torch.uint8)
         padded[: flat.numel()] = flat
         return self._gather(padded, name)
@@ -216,8 +223,10 @@ class DistributedCommunicator(Communicator):
         gpu = self._nccl_device(first.device)
         group = self._control if gpu is None else self._group("nccl", gpu)
         home = first.device if gpu is not None else torch.device("cpu")
+        # Copies, since a sum writes to its parts.
         flats = [part.detach().to(home, copy=True).reshape(-1) for part in parts]
-        if first.is_complex() and gpu is not None:  # of which NCCL knows nothing
+        # NCCL has no complex numbers; sums of them are sums of their real and imaginary parts.
+        if first.is_complex() and gpu is not None:
             group.sum([torch.view_as_real(flat).view(-1) for flat in flats], name)
         else:
             group.sum(flats, name)
@@ -263,14 +272,14 @@ def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
 def chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.Tensor]]:
     """Divides tensors, in order, into runs of at most ``max_bytes`` bytes; a larger tensor is a run by itself."""
     runs: list[list[torch.Tensor]] = []
-    left = 0
+    room = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not runs or size > left:
+        if not runs or size > room:
             runs.append([])
-            left = max_bytes
+            room = max_bytes
         runs[-1].append(tensor)
-        left -= size
+        room -= size
     return runs
 
 
@@ -281,5 +290,6 @@ def _place(record: CallRecord) -> str:
 
 def _odd_one(values: Sequence[int]) -> int | None:
     """The index of the first value that differs from the most frequent one; None if all are equal."""
+    # Of two workers neither value is more frequent: the chief's counts as the usual one.
     usual = max(values, key=lambda value: (values.count(value), value == values[0]))
     return next((index for index, value in enumerate(values) if value != usual), None)

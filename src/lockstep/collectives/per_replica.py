@@ -106,9 +106,11 @@ def _is_same(value: Any, first: Any) -> bool:
         return True
     if type(value) is not type(first):
         return False
-    if is_kind(first, (float, complex)):  # by their bits, which tell 0.0 from -0.0, and a NaN from another
+    # By their bits, which tell 0.0 from -0.0, and for which a NaN is equal to itself.
+    if is_kind(first, (float, complex)):
         return struct.pack("dd", value.real, value.imag) == struct.pack("dd", first.real, first.imag)
-    numpy = sys.modules.get("numpy")  # whose scalars are plain values too: True and False are one object each
+    # NumPy's scalars are plain values too. It is not imported for that: a value of it shows that it is there.
+    numpy = sys.modules.get("numpy")
     is_plain = is_kind(first, _PLAIN) or (numpy is not None and is_kind(first, numpy.generic))
     return is_plain and bool(value == first)
 
@@ -122,7 +124,7 @@ _SAME_FOR_ALL = ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
 def _reads(*names: str) -> Iterator[Callable[..., Any]]:
     """The operators of these names of a variable's value."""
     for name in names:
-        yield lambda self, *others, _name=name: getattr(self.read_value(), _name)(*read_tensors(others))
+        yield lambda self, *operands, _name=name: getattr(self.read_value(), _name)(*read_tensors(operands))
 
 
 class VariableBase(ABC):
@@ -131,7 +133,8 @@ class VariableBase(ABC):
     Operators, conversions and torch's functions see ``read_value()``; those that would write into it are refused.
     """
 
-    __array_priority__ = 1000  # NumPy's arrays leave "array * variable" to the variable, as they do for tensors
+    # NumPy's arrays leave "array * variable" to the variable, as they do for tensors, which have the same number.
+    __array_priority__ = 1000
 
     @abstractmethod
     def read_value(self) -> torch.Tensor:
@@ -175,7 +178,8 @@ class VariableBase(ABC):
         def value(leaf: Any) -> Any:
             if not is_kind(leaf, VariableBase):
                 return leaf
-            with torch.inference_mode(False):  # inference tensors count no writes
+            # Inference tensors count no writes, and the count below tells a function that would write to the copy.
+            with torch.inference_mode(False):
                 tensor = leaf.read_value()
             read.append((tensor, tensor._version))
             return tensor
@@ -191,7 +195,8 @@ class VariableBase(ABC):
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _in_place
     __iand__ = __ior__ = __ixor__ = _in_place
-    __hash__ = object.__hash__  # comparisons are elementwise, as for tensors
+    # A class with __eq__ loses its hash. Comparisons are elementwise, as for tensors, so the hash goes by identity.
+    __hash__ = object.__hash__
     __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = _reads("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
     __bool__, __float__, __int__, __index__ = _reads("__bool__", "__float__", "__int__", "__index__")
     __neg__, __abs__, __invert__, __len__ = _reads("__neg__", "__abs__", "__invert__", "__len__")

@@ -39,6 +39,7 @@ finding out what was lost."""
 CHECK_EVERY = timedelta(milliseconds=250)
 EXTRA_TIMEOUT = timedelta(seconds=5)
 """How much longer torch's timeouts are than ours: we know which worker is missing."""
+# NCCL's wait only queues behind the kernel, so ``is_done`` asks at this interval whether it has ended.
 _POLL_EVERY_S = 0.0005
 _END_LIMIT_S = 10.0
 _OPEN_FILES = Path("/proc/self/fd")
@@ -87,6 +88,7 @@ class ProcessGroup:
         # In another thread: with a worker that has stopped since it joined, this would block for ``timeout_s``.
         self._backend: Any = membership.run_with_watchdog(connect, "the making of a process group")
         keep_alive(self._backend)
+        # Weak: the membership outlives the group, and would keep it, its threads and its sockets.
         membership.subscribe(partial(_abort, ref(self)))
         self._at_exit = partial(_end_with_interpreter, ref(self))
         atexit.register(self._at_exit)
@@ -107,9 +109,10 @@ class ProcessGroup:
                 return self._tree_sums.start(parts)
             except RuntimeError as error:
                 raise self._membership.explain_broken(error, "the start of a sum") from error
-        first, *others = parts
-        for other in others:
-            first.add_(other)
+        # NCCL adds in an order of its own anyway, so the local parts are added here, and one tensor is sent.
+        first, *rest = parts
+        for addend in rest:
+            first.add_(addend)
         return self._started(self._backend.allreduce([first]))
 
     def sum(self, parts: Sequence[torch.Tensor], waiting_in: str) -> None:
@@ -148,12 +151,15 @@ class ProcessGroup:
                     f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive: {where}; "
                     "make the same calls in the same order on every worker, or raise timeout_s of CommunicationOptions"
                 )
+        # NCCL's work counts as completed after an abort, with a sum that is incomplete
+        # (tests/collectives/test_nccl.py: test_sums_that_an_abort_ended_are_not_taken_for_sums).
         if self._aborted:
-            self._membership.check()  # the result is incomplete
+            self._membership.check()
         self._in_flight -= 1
 
     def close(self) -> None:
         """Ends the connections. If an operation is still in flight, they stay until the process ends."""
+        # A group with an operation in flight would wait for it; one that was aborted is left to the end of the process.
         if self._backend is None or self._in_flight or self._aborted:
             return
         atexit.unregister(self._at_exit)
@@ -202,23 +208,24 @@ class ProcessGroup:
         except RuntimeError:
             if not work.is_completed():
                 return False
+        # It has failed, or has completed right after the wait above had timed out. A second wait tells which.
         try:
-            work.wait()  # it failed, or completed right after the wait above had timed out
+            work.wait()
         except RuntimeError as error:
             raise self._membership.explain_broken(error, waiting_in) from error
         return True
 
 
 def _abort(group: ref[ProcessGroup], _: BaseException) -> None:
-    here = group()
-    if here is not None:
-        here.abort()
+    living_group = group()
+    if living_group is not None:
+        living_group.abort()
 
 
 def _end_with_interpreter(group: ref[ProcessGroup]) -> None:
-    here = group()
-    if here is not None:
-        here.end_with_interpreter()
+    living_group = group()
+    if living_group is not None:
+        living_group.end_with_interpreter()
 
 
 def connect_gloo(
@@ -231,7 +238,8 @@ def connect_gloo(
 
 def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, gpu: torch.device) -> Any:
     """An NCCL backend whose members have all connected. It may hang; call it with a watchdog."""
-    torch.cuda.set_device(gpu)  # of the calling thread
+    # NCCL connects on the current GPU of the calling thread, and a watchdog calls this in a thread of its own.
+    torch.cuda.set_device(gpu)
     backend = nccl_group(store, rank, size, timeout=timeout)
     backend.eager_connect_single_device(gpu)
     return backend
@@ -266,6 +274,7 @@ def abort(backends: Sequence[Any]) -> None:
             with suppress(RuntimeError):  # ended already, for example by torch's watchdog
                 backend.abort()
 
+    # In a thread: an abort may wait for the kernels, and the callers must not.
     threading.Thread(target=abort_each, name="lockstep-abort", daemon=True).start()
 
 
@@ -288,22 +297,23 @@ class GroupConnections:
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         self._sockets: list[socket.socket] = []
+        # Linux has the option and lists a process's sockets in /proc; elsewhere gloo's own time limit has to do.
         if not hasattr(socket, "TCP_USER_TIMEOUT") or not _OPEN_FILES.is_dir():
             return
-        own = _published(store, rank)
-        others = [_published(store, other) for other in range(size) if other != rank]
-        for each in _tcp_sockets():
-            if _connects(each, own, others):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-                self._sockets.append(each)
+        local = _published(store, rank)
+        peers = [_published(store, peer) for peer in range(size) if peer != rank]
+        for connection in _tcp_sockets():
+            if _connects(connection, local, peers):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+                self._sockets.append(connection)
             else:
-                each.close()
+                connection.close()
 
     def shut_down(self) -> None:
         """Breaks all of them at once."""
-        for each in self._sockets:
+        for connection in self._sockets:
             with suppress(OSError):  # broken already
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Closes our duplicates, so that gloo alone owns the connections again. Idempotent."""
@@ -317,12 +327,14 @@ def _published(store: Store, rank: int) -> bytes:
     return bytes(store.get(key)) if store.check([key]) else b""
 
 
-def _connects(each: socket.socket, own: bytes, others: list[bytes]) -> bool:
+def _connects(connection: socket.socket, local: bytes, peers: list[bytes]) -> bool:
     try:
-        here, there = (_sockaddr(each.family, address) for address in (each.getsockname(), each.getpeername()))
+        local_address, peer_address = (
+            _sockaddr(connection.family, address) for address in (connection.getsockname(), connection.getpeername())
+        )
     except OSError:  # it listens, or is closed already
         return False
-    return here in own or any(there in published for published in others)
+    return local_address in local or any(peer_address in published for published in peers)
 
 
 def _sockaddr(family: int, address: tuple[str, int]) -> bytes:
@@ -334,10 +346,12 @@ def _sockaddr(family: int, address: tuple[str, int]) -> bytes:
 
 def _tcp_sockets() -> Iterator[socket.socket]:
     """A duplicate of each open TCP socket of the process, less those that another thread closes meanwhile."""
+    # gloo gives no access to its sockets, so all of the process are looked through.
     for path in list(_OPEN_FILES.iterdir()):
         with suppress(OSError):
             if not str(path.readlink()).startswith("socket:"):
                 continue
+            # A duplicate: a socket object closes its descriptor, and this one is gloo's.
             number = os.dup(int(path.name))
             try:
                 duplicate = socket.socket(fileno=number)

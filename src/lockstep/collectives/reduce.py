@@ -37,8 +37,8 @@ class ReduceOp(enum.Enum):
         try:
             return cls(op.lower() if isinstance(op, str) else op)
         except ValueError:
-            known = ", ".join(repr(member.value) for member in cls)
-            raise ConfigError(f"unknown reduction {op!r}; choose one of {known} or a ReduceOp") from None
+            choices = ", ".join(repr(member.value) for member in cls)
+            raise ConfigError(f"unknown reduction {op!r}; choose one of {choices} or a ReduceOp") from None
 
 
 def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], axis: int | None = None) -> Any:
@@ -58,10 +58,11 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
         refuse_summed("reduce(sum)", values)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"
     if axis is None and all(isinstance(value, (int, float)) for value in values):
-        total, others = workers.sum_numbers(name, [(value, not isinstance(value, int)) for value in values])
+        # Python's sums of ints are ints. Records carry doubles, so the kinds are counted beside the values.
+        total, floats = workers.sum_numbers(name, [(value, not isinstance(value, int)) for value in values])
         if op is ReduceOp.MEAN:
             return total / workers.num_replicas
-        return total if others else int(total)
+        return total if floats else int(total)
     tensors = [_as_tensor(value) for value in values]
     if axis is None:
         summed = sum_across(workers, name, tensors)
@@ -94,13 +95,14 @@ def sums_across(workers: Communicator, name: str, values: Sequence[Sequence[torc
     if workers.is_single:
         return list(map(sum_tensors, values))
     first, replicas = workers.first_replica, workers.num_replicas
-    parts = [[part for _, part in sums_within(_addends(each), first, replicas, _plus)] for each in values]
+    parts = [[part for _, part in sums_within(_addends(tensors), first, replicas, _plus)] for tensors in values]
     return workers.all_reduce(name, list(zip(*parts, strict=True)))
 
 
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elementwise sum, on the first tensor's device, in the order of ``tree``. Booleans are counted."""
     total = tree_sum(_addends(tensors), _plus)
+    # The sum over one replica is its tensor, and a caller may write to a sum (tests/collectives/test_reduce.py).
     return total.clone() if total is tensors[0] else total
 
 
@@ -112,6 +114,7 @@ def _addends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             f"cannot add values of shapes {shapes}, one per replica; give all replicas the same shape, "
             "or name the axis whose length differs"
         )
+    # torch's True + True is True.
     return [tensor.long() if tensor.dtype == torch.bool else tensor for tensor in tensors]
 
 
@@ -199,10 +202,12 @@ class _AllGather(torch.autograd.Function):
         workers = replica.workers
 
         def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+            # The backward pass cuts each replica's part from a sum over all, so it must know where the part begins
+            # among those of all workers.
             gathered = gather_across(workers, ctx.name, values, axis)
             local = [tensor.shape[axis] for tensor in values]
-            met = workers.all_gather_numbers(f"{ctx.name} lengths", [sum(local)])
-            first = int(sum(rows for (rows,) in met[: workers.index]))
+            lengths = workers.all_gather_numbers(f"{ctx.name} lengths", [sum(local)])
+            first = int(sum(rows for (rows,) in lengths[: workers.index]))
             return gathered, [first + sum(local[:number]) for number in range(len(local))]
 
         gathered, begins = replica.meet(ctx.name, value, combine)

@@ -37,13 +37,14 @@ def add_nodes(parts: Iterable[tuple[Node, T]], leaves: int, add: Callable[[T, T]
     Returns:
         The largest nodes, in the order of the replicas. It is one if the parts are all replicas.
     """
-    found: list[tuple[Node, T]] = []
+    nodes: list[tuple[Node, T]] = []
     for node, value in parts:
-        while found and (above := _parent(found[-1][0], node, leaves)):
-            value = add(found.pop()[1], value)
+        # As a carry in binary addition: a node that completes a pair may complete the next larger one.
+        while nodes and (above := _parent(nodes[-1][0], node, leaves)):
+            value = add(nodes.pop()[1], value)
             node = above
-        found.append((node, value))
-    return found
+        nodes.append((node, value))
+    return nodes
 
 
 def nodes_within(begin: int, end: int, leaves: int) -> tuple[Node, ...]:

@@ -52,7 +52,7 @@ class TreeSums:
     def __init__(self, backend: Any, rank: int, nodes: Sequence[Sequence[Node]]) -> None:
         self.backend, self.rank, self.nodes = backend, rank, nodes
         self.leaves = nodes[-1][-1].end
-        self.others = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
+        self.peers = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
         self.messages = max(map(len, nodes)) + 1
         self._number = 0
         self._jobs: queue.SimpleQueue[TreeSum | None] = queue.SimpleQueue()
@@ -101,21 +101,23 @@ class TreeSum:
         self._slices = [slice(0, None) if self._whole else slice(*pair) for pair in pairwise(bounds)]
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        mine, send, receive = self._slices[sums.rank], sums.backend.send, sums.backend.recv
-        self._received = {other: [torch.empty_like(first[mine]) for _ in sums.nodes[other]] for other in sums.others}
+        local_slice, send, receive = self._slices[sums.rank], sums.backend.send, sums.backend.recv
+        self._received = {
+            other: [torch.empty_like(first[local_slice]) for _ in sums.nodes[other]] for other in sums.peers
+        }
         # Receivers first, so that no sender has to ask. A slice's sum can only arrive when its parts have been sent, so
         # both have the same memory.
         self._coming = [
-            receive([each], other, tag + place)
+            receive([buffer], other, tag + place)
             for other, of_nodes in self._received.items()
-            for place, each in enumerate(of_nodes)
+            for place, buffer in enumerate(of_nodes)
         ]
         last = tag + sums.messages - 1
-        others = () if self._whole else sums.others
-        self._sums_coming = [receive([first[self._slices[other]]], other, last) for other in others]
+        peers = () if self._whole else sums.peers
+        self._sums_coming = [receive([first[self._slices[other]]], other, last) for other in peers]
         self._going = [
             send([part[self._slices[other]]], other, tag + place)
-            for other in sums.others
+            for other in sums.peers
             for place, part in enumerate(parts)
         ]
 
@@ -132,21 +134,24 @@ class TreeSum:
 
     def add_up(self) -> None:
         """Waits for the parts of this worker's slice, adds them, and sends the sum. In the thread of the group."""
-        sums, mine = self._sums, self._slices[self._sums.rank]
+        sums, local_slice = self._sums, self._slices[self._sums.rank]
         for message in self._coming:
             message.wait()
-        if self._whole:  # before the memory is written to
+        # The parts go as they lie in memory, so they must have left before the first one is written to.
+        if self._whole:
             self._wait_until_sent()
         parts: list[tuple[Node, Tensor]] = []
         for worker, nodes in enumerate(sums.nodes):
-            own = [part[mine] for part in self._parts] if worker == sums.rank else self._received[worker]
-            parts += zip(nodes, own, strict=True)
+            worker_parts = (
+                [part[local_slice] for part in self._parts] if worker == sums.rank else self._received[worker]
+            )
+            parts += zip(nodes, worker_parts, strict=True)
         ((_, total),) = add_nodes(parts, sums.leaves, lambda one, other: one.add_(other))
-        into = self._parts[0][mine]
+        into = self._parts[0][local_slice]
         if total.data_ptr() != into.data_ptr():
             into.copy_(total)
         if not self._whole:
-            self._going += [sums.backend.send([into], other, self._tag + sums.messages - 1) for other in sums.others]
+            self._going += [sums.backend.send([into], other, self._tag + sums.messages - 1) for other in sums.peers]
 
     def finish(self) -> None:
         """Waits for the sums of the other slices. In the thread of the group."""
@@ -170,6 +175,7 @@ def _work(jobs: queue.SimpleQueue[TreeSum | None]) -> None:
     while True:
         job = None
         with suppress(queue.Empty):
+            # With sums left to finish it does not block: a sum that has begun is added up before others are finished.
             job = jobs.get(block=not added)
             if job is None:
                 return
@@ -181,7 +187,9 @@ def _work(jobs: queue.SimpleQueue[TreeSum | None]) -> None:
                 added.append(job)
                 job.add_up()
         except RuntimeError as error:  # a connection broke, or timed out
-            for each in added:
-                each.fail(error)
+            # Whichever sum has failed, its connection is one of the group's, through which the others go too.
+            for pending in added:
+                pending.fail(error)
             added.clear()
+        # Or the tensors of the last sum would live until the next one comes.
         del job

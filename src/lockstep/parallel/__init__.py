@@ -2,7 +2,8 @@
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
     model_specs                          how models of transformers are divided: their own plans, and ours
-    tensor_parallel, tp_rng              layers, and sequences between them, divided among workers; their dropout
+    tensor_plan, tensor_styles           which modules tensor ranks divide; how a module is divided, and sequences
+    tensor_parallel, tp_rng              layers divided by a plan, and a worker's shards of them; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker
     pipeline_graph, stage_tracer         where a plain module is cut, into parts of a graph of its forward, by torch.fx

@@ -42,7 +42,10 @@ class DeferredInit:
             blanks[id(tensor)] = _meta(tensor)
             if tensor.is_meta:
                 self._missing.add(name)
-        self._module = copy.deepcopy(module, blanks)  # has no values: what is there must not be written to
+        # The copy has a blank on the meta device for each tensor. So it takes no memory for weights, and initialising
+        # it cannot write to the user's tensors (tests/parallel/test_deferred_init.py:
+        # test_values_that_are_there_are_left_alone).
+        self._module = copy.deepcopy(module, blanks)
         self._latest: tuple[str | None, dict[str, Tensor]] = None, {}
 
     def make(self, name: str) -> Tensor:
@@ -53,20 +56,26 @@ class DeferredInit:
         name = self._firsts[name]
         owner = name.rpartition(".")[0]
         if self._latest[0] != owner:
-            self._latest = None, {}  # frees the memory of the one before
+            # The values of one module are kept: its tensors are asked for one after another, and its reset_parameters
+            # writes all of them at once. Those of the module before are freed first, so that a worker holds its part
+            # and one module.
+            self._latest = None, {}
             self._latest = owner, self._initialised(owner)
         return self._latest[1][name].detach()
 
     def _initialised(self, owner: str) -> dict[str, Tensor]:
         """The values of the module called ``owner``, by the names of its tensors."""
         part = self._module.get_submodule(owner)
-        held: dict[str, Any] = {**part._parameters, **part._buffers}
-        names = {key: f"{owner}.{key}" if owner else key for key in held}
-        made = {key: _unset(blank) for key, blank in held.items() if names[key] in self._missing}
+        tensors: dict[str, Any] = {**part._parameters, **part._buffers}
+        names = {key: f"{owner}.{key}" if owner else key for key in tensors}
+        values = {key: _unset(blank) for key, blank in tensors.items() if names[key] in self._missing}
+        # The seed comes from the module's name and not from its turn: a worker makes the modules of its part only, and
+        # each layout begins with the same bits (tests/strategies/test_parallel_meta.py). Python's hash() of a string
+        # differs from process to process.
         number = hashlib.sha256(f"{self._seed}/{owner}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(number, "little", signed=True))
         try:
-            for key, whole in made.items():
+            for key, whole in values.items():
                 setattr(part, key, whole)
             with torch.no_grad(), torch.device("cpu"), default_generator_as(generator):
                 for function in self._functions(owner):
@@ -77,28 +86,31 @@ class DeferredInit:
                 'model outside torch.device("meta")'
             ) from error
         finally:
-            for key in made:
-                setattr(part, key, held[key])
-        for key, whole in made.items():
+            for key in values:
+                setattr(part, key, tensors[key])
+        for key, whole in values.items():
             if whole.numel() and _has_unset(whole):
                 raise ConfigError(
                     f"{names[key]} is on the meta device, and nothing in the model tells its first values; give "
                     f"{type(part).__name__} a reset_parameters() that writes it, or make the model outside "
                     'torch.device("meta")'
                 )
-        return {names[key]: whole for key, whole in made.items()}
+        return {names[key]: whole for key, whole in values.items()}
 
     def _functions(self, owner: str) -> Iterator[Callable[[], Any]]:
         """The functions that may write a module's tensors, in the order in which they run when a model is made."""
         steps = owner.split(".") if owner else []
         around = [self._module.get_submodule(".".join(steps[:end])) for end in range(len(steps), -1, -1)]
         for part in around:
+            # torch 2.13: the one module of torch.nn with weights whose initialisation has an underscore in its name.
             if isinstance(part, nn.MultiheadAttention):
                 yield part._reset_parameters
             elif callable(reset := getattr(part, "reset_parameters", None)):
                 yield reset
         for place, part in enumerate(around):
-            models = [init for each in around[place:] if callable(init := getattr(each, "_init_weights", None))]
+            # transformers has each module initialised by the nearest model around it, as a vision tower inside another
+            # model is.
+            models = [init for outer in around[place:] if callable(init := getattr(outer, "_init_weights", None))]
             if models:
                 yield partial(models[0], part)
 
@@ -120,6 +132,8 @@ def _unset(blank: Tensor) -> Tensor:
 
 
 def _has_unset(whole: Tensor) -> bool:
+    # NaN is no initial value, so one shows that something was not written. An integer may rightly be -1, whose bytes
+    # are these, so an integer tensor counts as not written only if it is all of them.
     if whole.is_floating_point():
         return bool(whole.isnan().any())
     return bool((whole.reshape(-1).view(torch.uint8) == _UNSET_BYTE).all())
@@ -147,32 +161,36 @@ def materialize(
             return local_shard(initial.make(name), blank, order)
         return None
 
-    filled: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one too, so that no other gets its id
+    # By the id of a blank, the blank and the tensor in its place, for tied tensors. The blank is kept so that no other
+    # object gets its id.
+    filled: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, part in module.named_modules():
-        held: dict[str, Any]
-        for held in (part._parameters, part._buffers):
-            for key, blank in held.items():
+        tensors: dict[str, Any]
+        for tensors in (part._parameters, part._buffers):
+            for key, blank in tensors.items():
                 if blank is None:
                     continue
                 if id(blank) not in filled:
-                    own = values(f"{prefix}.{key}" if prefix else key, blank)
-                    filled[id(blank)] = blank, blank if own is None else _filled(blank, own, device)
-                held[key] = filled[id(blank)][1]
+                    local = values(f"{prefix}.{key}" if prefix else key, blank)
+                    filled[id(blank)] = blank, blank if local is None else _filled(blank, local, device)
+                tensors[key] = filled[id(blank)][1]
 
 
-def _filled(blank: Tensor, own: Tensor, device: torch.device | None) -> Tensor:
-    """The tensor with the values ``own``, which are this worker's: ``blank`` itself if it is not on the meta device."""
+def _filled(blank: Tensor, local: Tensor, device: torch.device | None) -> Tensor:
+    """The tensor with this worker's values ``local``: ``blank`` itself if it is not on the meta device."""
     if not blank.is_meta:
-        (blank.to_local() if isinstance(blank, DTensor) else blank.detach()).copy_(own)
+        (blank.to_local() if isinstance(blank, DTensor) else blank.detach()).copy_(local)
         return blank
-    own = own if device is None else own.to(device)
-    if own.untyped_storage().nbytes() > own.numel() * own.element_size():
-        own = own.clone()  # frees the rest
+    local = local if device is None else local.to(device)
+    if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+        # A shard is a view of the whole tensor, whose memory it would hold (tests/strategies/test_parallel_meta.py:
+        # test_no_worker_holds_more_than_its_part_and_one_tensor).
+        local = local.clone()
     if isinstance(blank, DTensor):
-        own = DTensor.from_local(
-            own, blank.device_mesh, blank.placements, run_check=False, shape=blank.shape, stride=blank.stride()
+        local = DTensor.from_local(
+            local, blank.device_mesh, blank.placements, run_check=False, shape=blank.shape, stride=blank.stride()
         )
-    return nn.Parameter(own, requires_grad=blank.requires_grad) if isinstance(blank, nn.Parameter) else own
+    return nn.Parameter(local, requires_grad=blank.requires_grad) if isinstance(blank, nn.Parameter) else local
 
 
 @torch.no_grad()
@@ -181,6 +199,6 @@ def move_to_device(module: nn.Module, device: torch.device) -> None:
 
     They stay the same objects, so that tied ones stay tied and an optimizer keeps its own.
     """
-    for each in (*module.parameters(), *module.buffers()):
-        if not isinstance(each, DTensor) and each.device != device:
-            each.data = each.data.to(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor) and tensor.device != device:
+            tensor.data = tensor.data.to(device)

@@ -25,11 +25,11 @@ class ForwardArguments:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = inspect.signature(forward).parameters.values()
-        self._positional = tuple(each.name for each in parameters if each.kind in _POSITIONAL)
-        self._keywords = frozenset(each.name for each in parameters if each.kind in _KEYWORD)
-        named = [each for each in parameters if each.kind in (*_POSITIONAL, *_KEYWORD)]
-        self.all = frozenset(each.name for each in named)
-        self.required = frozenset(each.name for each in named if each.default is inspect.Parameter.empty)
+        self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
+        self._keywords = frozenset(parameter.name for parameter in parameters if parameter.kind in _KEYWORD)
+        named = [parameter for parameter in parameters if parameter.kind in (*_POSITIONAL, *_KEYWORD)]
+        self.all = frozenset(parameter.name for parameter in named)
+        self.required = frozenset(parameter.name for parameter in named if parameter.default is inspect.Parameter.empty)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, without positional ones beyond the named parameters."""
@@ -61,6 +61,8 @@ def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
     names = [*ForwardArguments(forward).named(args, {}), *[""] * len(args)]
     filled = [_filled(name, value) for name, value in zip(names, args, strict=False)]
     outputs = call(*filled, **{name: _filled(name, value) for name, value in kwargs.items()})
+    # A slice of no rows stays in the autograd graph, so this worker's backward pass runs, with gradients of zero, and
+    # takes part in the exchanges that the other workers wait in.
     return tree_map(
         lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf, outputs
     )
@@ -68,6 +70,7 @@ def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the first tensor among the arguments has no rows."""
+    # Only the first tensor tells: later ones may be tables that have no rows in any batch.
     leaves = (leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
     return next((not len(leaf) for leaf in leaves), False)
 

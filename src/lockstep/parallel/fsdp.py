@@ -23,9 +23,12 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
             raise ConfigError(f"{name} is a single number, which cannot be sharded; choose shard_optimizer=True alone")
     for unit in [*units_of(module), module]:
         # The root too: parameters outside the layers would otherwise stay unsharded after an evaluation.
-        made = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        made.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged
-        made.set_force_sum_reduction_for_comms(True)
+        sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        # FSDP averages gradients over the replicas. Losses here are divided by the global batch, so a sum is what one
+        # device has.
+        sharded.set_gradient_divide_factor(1.0)
+        # torch 2.13: with a factor of its own FSDP would ask for ReduceOp.PREMUL_SUM, which gloo does not have.
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
@@ -35,11 +38,17 @@ def units_of(module: nn.Module) -> list[nn.Module]:
     """
 
     def uses(part: nn.Module) -> Counter[int]:
-        return Counter(id(each) for _, each in part.named_parameters(remove_duplicate=False))
+        return Counter(id(parameter) for _, parameter in part.named_parameters(remove_duplicate=False))
 
+    # FSDP frees the weights of a unit when it has computed. A weight that another unit uses would be gone for that one,
+    # so such a unit is gathered with the root (tests/parallel/test_fsdp.py).
     in_all = uses(module)
     members = [(part, uses(part)) for part in _members(module)]
-    return [part for part, own in members if own and all(in_all[each] == own[each] for each in own)]
+    return [
+        part
+        for part, counts in members
+        if counts and all(in_all[parameter] == counts[parameter] for parameter in counts)
+    ]
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

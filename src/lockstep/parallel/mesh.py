@@ -59,11 +59,14 @@ class WorkerMesh:
             lambda: self._make(store, layout, config), "the making of the mesh"
         )
         membership.subscribe(lambda _: self.break_off())
-        atexit.register(self.close)  # before the membership's own end, or gloo's threads may abort the interpreter's
+        # Registered after the membership, so called before it ends: gloo's threads would otherwise wait for workers
+        # that are gone, and may abort the interpreter at its end.
+        atexit.register(self.close)
 
     def explain(self, error: RuntimeError, doing: str) -> ClusterError | None:
         """The error to raise in place of one that a broken connection raised; None for any other."""
-        if any(isinstance(each, dist.DistError) or "gloo/" in str(each) for each in _causes(error)):
+        # gloo raises plain RuntimeErrors, whose texts begin with the path of gloo's source that raised them.
+        if any(isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in _causes(error)):
             return self._membership.explain_broken(error, doing)
         return None
 
@@ -80,12 +83,16 @@ class WorkerMesh:
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         for connections in self._connections:
-            connections.shut_down()  # or the end of a group would wait for an operation in flight
+            # A group that ends waits for its operations in flight, whose other side may never come.
+            connections.shut_down()
         if backends and dist.is_initialized():
             if not self._on_gpus:
                 dist.destroy_process_group()
-            elif not self._broken_off:  # otherwise the end of the process does it
+            # Groups that were aborted are left to the end of the process (tests/collectives/test_nccl.py).
+            elif not self._broken_off:
                 process_group.ends_in_time(dist.destroy_process_group)
+            # Caches of DTensor hold the meshes that they have seen, and those their groups, with threads and sockets
+            # (tests/strategies/test_parallel.py: test_a_closed_strategy_leaves_no_thread).
             forget_groups(self.mesh)
         for backend in backends:
             process_group.release(backend)
@@ -123,17 +130,17 @@ class WorkerMesh:
     def make_group(self, store: Store, rank: int, size: int) -> Any:
         """A gloo group of the mesh. Called by torch."""
         # With our own timeout: torch gives each axis half an hour.
-        made, connections = process_group.connect_gloo(self._membership, store, rank, size, timeout=self._timeout)
+        group, connections = process_group.connect_gloo(self._membership, store, rank, size, timeout=self._timeout)
         self._connections.append(connections)
-        process_group.keep_alive(made)
-        self._backends.append(made)
-        return made
+        process_group.keep_alive(group)
+        self._backends.append(group)
+        return group
 
 
 def _make_group_of(mesh: ReferenceType[WorkerMesh], store: Store, rank: int, size: int, _: timedelta) -> Any:
-    held = mesh()
-    assert held is not None  # it is what has torch make groups
-    return held.make_group(store, rank, size)
+    worker_mesh = mesh()
+    assert worker_mesh is not None  # it is what has torch make groups
+    return worker_mesh.make_group(store, rank, size)
 
 
 def make_mesh(

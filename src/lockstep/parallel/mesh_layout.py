@@ -38,6 +38,8 @@ class MeshLayout:
         return self.pipeline, self.data, self.tensor
 
     def coordinate(self, rank: int) -> MeshCoordinate:
+        # Tensor ranks exchange activations in every layer, so they are neighbours; stages exchange them once and may be
+        # on two hosts (tests/parallel/test_mesh_layout.py).
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.data)
         return MeshCoordinate(stage=stage, replica=replica, tensor=tensor)
@@ -47,13 +49,13 @@ class MeshLayout:
 
     def data_group(self, rank: int) -> tuple[int, ...]:
         """The workers that hold the same part of the model as this one, in replica order."""
-        here = self.coordinate(rank)
-        return tuple(self.rank(replace(here, replica=replica)) for replica in range(self.data))
+        coordinate = self.coordinate(rank)
+        return tuple(self.rank(replace(coordinate, replica=replica)) for replica in range(self.data))
 
     def pipeline_group(self, rank: int) -> tuple[int, ...]:
         """The workers of the same replica and tensor rank as this one, in stage order."""
-        here = self.coordinate(rank)
-        return tuple(self.rank(replace(here, stage=stage)) for stage in range(self.pipeline))
+        coordinate = self.coordinate(rank)
+        return tuple(self.rank(replace(coordinate, stage=stage)) for stage in range(self.pipeline))
 
     def replica_group(self, replica: int) -> tuple[int, ...]:
         """The workers that hold one replica of the model together, in ascending order."""
@@ -89,18 +91,18 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
     if len(open_ones) > 1:
         raise ConfigError(f"{' and '.join(f'{name}=-1' for name in open_ones)}: only one degree can be what is left")
     product = prod(fixed.values())
-    given = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+    choice = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
     if not open_ones and workers != product:
         rest = "" if workers % (pipeline * tensor) else ", or leave data at -1"
         raise ConfigError(
-            f"{given} is a mesh of {product} workers, and the job has {workers}; start {product} with {_run(product)}"
+            f"{choice} is a mesh of {product} workers, and the job has {workers}; start {product} with {_run(product)}"
             f"{rest}"
         )
     if workers % product:
         named = " x ".join(f"{name}={degree}" for name, degree in fixed.items() if degree > 1)
         raise ConfigError(
-            f"{given}: {named} = {product} does not divide the {workers} worker{'s' * (workers != 1)} of the job; start"
-            f" {product}, or a multiple, with {_run(product)}, or choose degrees whose product is "
+            f"{choice}: {named} = {product} does not divide the {workers} worker{'s' * (workers != 1)} of the job; "
+            f"start {product}, or a multiple, with {_run(product)}, or choose degrees whose product is "
             f"{alternatives(divisors(workers))}"
         )
     return MeshLayout(**{**degrees, **dict.fromkeys(open_ones, workers // product)})

@@ -28,11 +28,12 @@ class StateWatch:
 
     def changed(self) -> list[str]:
         """The modules that have changed since, or take statistics of the rows that they are given."""
-        found = [name for name, part in self._parts.items() if _normalizes_by_rows(part) or self._differs(name, part)]
-        return [f"{name!r} ({type(self._parts[name]).__name__})" for name in found]
+        names = [name for name, part in self._parts.items() if _normalizes_by_rows(part) or self._differs(name, part)]
+        return [f"{name!r} ({type(self._parts[name]).__name__})" for name in names]
 
     def _differs(self, name: str, part: nn.Module) -> bool:
         buffers, numbers = self._before[name]
+        # An attribute or buffer that has gone keeps nothing of a microbatch, so it counts as unchanged.
         now, numbers_now = part._buffers, numbers_of(part)
         return any(_is_changed(before, now.get(key)) for key, before in buffers.items()) or any(
             before != numbers_now.get(key, before) for key, before in numbers.items()
@@ -44,18 +45,18 @@ def warn_of_changed(watch: StateWatch, workers: Communicator, microbatches: int)
 
     Returns whether there was something.
     """
-    everyones: Sequence[list[str]] = all_gather_object(workers, "modules that keep something of rows", watch.changed())
-    found = [name for names in everyones for name in names]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    gathered: Sequence[list[str]] = all_gather_object(workers, "modules that keep something of rows", watch.changed())
+    modules = [name for names in gathered for name in names]
+    if modules:
+        more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
         warnings.warn(
-            f"{', '.join(found[:3])}{more} computes with statistics of the rows that it is given, or keeps something "
+            f"{', '.join(modules[:3])}{more} computes with statistics of the rows that it is given, or keeps something "
             f"at each call, and a pipeline gives it {microbatches} microbatches a step: the numbers depend on "
             "microbatches= and are not those of one device; use GroupNorm or LayerNorm, freeze it with eval(), choose "
             'schedule="gpipe" and microbatches=1, or divide the model by tensor= instead of pipeline=',
             stacklevel=2,
         )
-    return bool(found)
+    return bool(modules)
 
 
 def _copies(part: nn.Module) -> dict[str, Tensor]:
@@ -68,4 +69,5 @@ def _is_changed(before: Tensor, now: Tensor | None) -> bool:
 
 
 def _normalizes_by_rows(part: nn.Module) -> bool:
+    # Batch norm in training changes its running buffers. Without buffers nothing changes, so it is told by its type.
     return isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)

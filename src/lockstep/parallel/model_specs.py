@@ -135,8 +135,8 @@ It is not enough that a model has these modules: in nanochat layers also use wha
 """
 
 
-def require_model_spec(module: object, asked: str) -> ModelSpec:
-    """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs."""
+def require_model_spec(module: object, setting: str) -> ModelSpec:
+    """The spec of a module, which ``setting``, such as 'tensor_plan="auto"', needs."""
     if isinstance(module, nn.Module) and isinstance(module, HasConfig):
         kind = str(getattr(module.config, "model_type", ""))
         if kind in MODEL_SPECS:
@@ -145,28 +145,29 @@ def require_model_spec(module: object, asked: str) -> ModelSpec:
         if tensor or pipeline:
             return _spec_of_plans(module, tensor, pipeline)
     raise ConfigError(
-        f"{asked} needs a model of transformers that has plans of its own (a base_model_tp_plan and base_model_pp_plan "
-        f"in its configuration), or one of the types {', '.join(MODEL_SPECS)}; for {type(module).__name__} give a "
-        "tensor_plan in torch's styles, or the names of modules as pipeline_split"
+        f"{setting} needs a model of transformers that has plans of its own (a base_model_tp_plan and "
+        f"base_model_pp_plan in its configuration), or one of the types {', '.join(MODEL_SPECS)}; for "
+        f"{type(module).__name__} give a tensor_plan in torch's styles, or the names of modules as pipeline_split"
     )
 
 
-def require_layers(module: nn.Module, asked: str) -> ModelSpec:
-    """The spec of a module, whose list of layers ``asked`` needs."""
-    spec = require_model_spec(module, asked)
-    advice = "choose pipeline=1" if asked.startswith("pipeline") else "leave it out"
+def require_layers(module: nn.Module, setting: str) -> ModelSpec:
+    """The spec of a module, whose list of layers ``setting`` needs."""
+    spec = require_model_spec(module, setting)
+    advice = "choose pipeline=1" if setting.startswith("pipeline") else "leave it out"
     body = dict(module.get_submodule(base_name(module)).named_modules())
     if spec.layers not in body or not spec.layers:
         raise ConfigError(
-            f"{asked} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
+            f"{setting} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
             f"names them; {advice}"
         )
-    known = {*spec.first_stage, *spec.last_stage, spec.layers.partition(".")[0]}
+    plan_names = {*spec.first_stage, *spec.last_stage, spec.layers.partition(".")[0]}
+    # A part that the plan leaves out would stay on every stage, and nothing tells on which of them it computes.
     for name, part in module.get_submodule(base_name(module)).named_children():
-        if name not in known and any(True for _ in part.parameters()):
+        if name not in plan_names and any(True for _ in part.parameters()):
             raise ConfigError(
-                f"{asked} needs to know the parts of the model, and the pipeline plan of {type(module).__name__} does "
-                f"not have {name}; {advice}"
+                f"{setting} needs to know the parts of the model, and the pipeline plan of {type(module).__name__} "
+                f"does not have {name}; {advice}"
             )
     return spec
 
@@ -176,6 +177,7 @@ def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mappi
     base = f"{name}." if (name := base_name(module)) else ""
     body = [name.removeprefix(base) for name in pipeline if name.startswith(base)]
     modules = dict(module.get_submodule(base.removesuffix(".")).named_modules())
+    # Some types have a tensor plan and no pipeline plan that names their list of layers.
     if not any(isinstance(modules.get(name), nn.ModuleList) for name in body):
         config: Any = module.config
         body = list(BODIES.get(config.model_type, ()))
@@ -184,6 +186,7 @@ def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mappi
     first, last = body[:place], body[place + 1 :]
     inside = {name.removeprefix(base): style for name, style in tensor.items() if name.startswith(base)}
     outside = {name: style for name, style in tensor.items() if not name.startswith(base)}
+    # Where a plan leaves the table of input embeddings whole, its rows are divided all the same, as in Megatron-LM.
     embedding = _input_embedding(module.get_submodule(base.removesuffix(".")))
     if tensor and embedding and embedding not in inside:
         inside[embedding] = "embedding_rowwise"
@@ -203,15 +206,17 @@ def _input_embedding(body: nn.Module) -> str:
         embedding = find() if find is not None else None
     except (NotImplementedError, AttributeError):  # a body without tokens
         return ""
-    found = [name for name, part in body.named_modules() if part is embedding and isinstance(part, nn.Embedding)]
-    return found[0] if found else ""
+    names = [name for name, part in body.named_modules() if part is embedding and isinstance(part, nn.Embedding)]
+    return names[0] if names else ""
 
 
 def sizes_of(config: Any, name: str) -> list[int]:
     """The sizes of one name in a configuration of a model of text: one, or those of layers that differ, or none."""
+    # transformers 5: layers of one model may have sizes of their own, and each must be divided evenly
+    # (tests/parallel/test_tensor_plans.py: test_layers_that_differ_in_heads_are_each_looked_at).
     text = config.get_text_config()
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
-    return sorted({size for each in layers if isinstance(size := getattr(each, name, None), int)})
+    return sorted({size for layer in layers if isinstance(size := getattr(layer, name, None), int)})
 
 
 def with_wildcards(name: str) -> str:

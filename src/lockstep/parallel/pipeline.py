@@ -47,7 +47,8 @@ _KINDS: Mapping[ScheduleName, type[Schedule]] = {
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 _ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 """By torch's names. torch also has actions that compute nothing."""
-_MOST_SCHEDULES = 8  # which hold buffers
+# A schedule holds buffers for every microbatch, so data of ever new lengths would fill the memory.
+_MOST_SCHEDULES = 8
 _MOST_VALUES = 256
 WITHOUT_PENALTY = (
     "leave a penalty on weights to the optimizer (weight_decay=, which is that of squares, or a hook of "
@@ -61,8 +62,8 @@ def orders_of(pipelining: PipelineConfig) -> Orders:
     """The actions of each worker in a training step, in order, from torch's schedule."""
     kind: Any = _KINDS[pipelining.schedule]
     stages = [_StageOutline(pipelining.workers, pipelining.stages) for _ in range(pipelining.stages_per_worker)]
-    made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
-    return [_numbered(made.pipeline_order[worker]) for worker in range(pipelining.workers)]
+    schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
+    return [_numbered(schedule.pipeline_order[worker]) for worker in range(pipelining.workers)]
 
 
 @dataclass
@@ -78,14 +79,14 @@ class _StageOutline:
 
 def _numbered(order: Sequence[Any]) -> list[Action]:
     """Each stage takes microbatches in order, so they are counted; torch 2.13's 1F1B has the last stage's from 1."""
-    taken: Counter[tuple[ActionKind, int]] = Counter()
-    found = []
-    for each in order:
-        kind = None if each is None else _ACTIONS.get(each.computation_type.value)
+    counts: Counter[tuple[ActionKind, int]] = Counter()
+    actions = []
+    for step in order:
+        kind = None if step is None else _ACTIONS.get(step.computation_type.value)
         if kind is not None:
-            found.append(Action(kind=kind, stage=each.stage_index, microbatch=taken[kind, each.stage_index]))
-            taken[kind, each.stage_index] += 1
-    return found
+            actions.append(Action(kind=kind, stage=step.stage_index, microbatch=counts[kind, step.stage_index]))
+            counts[kind, step.stage_index] += 1
+    return actions
 
 
 @contextmanager
@@ -153,8 +154,8 @@ class Pipeline:
         self._trained = 0  # passes that train, so far
         self._warned_of_state = False
         self._device = device
-        self._values: LatestKept[list[StageValues]] = LatestKept(_MOST_VALUES)
-        self._schedules: LatestKept[Schedule] = LatestKept(_MOST_SCHEDULES)
+        self._values: RecentValues[list[StageValues]] = RecentValues(_MOST_VALUES)
+        self._schedules: RecentValues[Schedule] = RecentValues(_MOST_SCHEDULES)
         self._now: _Pass | None = None
         self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
 
@@ -173,10 +174,14 @@ class Pipeline:
             examine: called where the outputs are, for each microbatch that has rows.
         """
         self._trained += 1
+        # Passes 1, 2, 4, 8, ... are watched: to copy and compare all buffers takes time, and a module may begin to
+        # count only in a later pass.
         parts = min(rows, self._pipelining.microbatches)
         looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
         watch = StateWatch(self._stages[0].model) if looks else None
         self._pass(x, rows, examine, backward=True)
+        # Autograd calls no hooks for gradients that a schedule with a split backward computes by itself, so they are
+        # handed over here.
         self.after_backward()
         if watch is not None:
             self._warned_of_state = warn_of_changed(watch, self._workers, parts)
@@ -187,20 +192,21 @@ class Pipeline:
 
     def trace(self, group: Communicator) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
-        own = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
+        local_slots = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
         workers = [
             tuple(
                 Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
                 for kind, stage, microbatch, begin, end in slots
             )
-            for slots in all_gather_object(group, "the pipeline trace", own)
+            for slots in all_gather_object(group, "the pipeline trace", local_slots)
         ]
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
-        examples = {each.rows: each for each in microbatches if each.rows}
-        values = {number: self._values_for(each, backward=backward) for number, each in examples.items()}
+        # Shards divide into microbatches of at most two sizes and empty ones, so few examples are run for their shapes.
+        examples = {microbatch.rows: microbatch for microbatch in microbatches if microbatch.rows}
+        values = {number: self._values_for(example, backward=backward) for number, example in examples.items()}
         now = self._now = _Pass(microbatches, values, max(values), examine)
         schedule = self._schedule(values[now.most], backward=backward)
         self._slots.clear()
@@ -208,6 +214,8 @@ class Pipeline:
         try:
             with without_its_log():
                 run(
+                    # torch hands the loss function the targets of a microbatch. Here these are its number alone: the
+                    # loss looks up outputs and rows, which may be any structure.
                     target=torch.arange(len(microbatches)) if self.is_last else None,
                     losses=[] if self.is_last else None,
                     return_outputs=False,
@@ -216,51 +224,55 @@ class Pipeline:
             self._now = None
 
     def _values_for(self, microbatch: Microbatch, *, backward: bool) -> list[StageValues]:
-        """What each stage gives the next for microbatches of this shape."""
+        """The values between stages for microbatches of this shape: those that each stage but the last gives."""
         return self._values.get(
             (backward, *self._key(microbatch.inputs)),
             lambda: [StageValues(number, values) for number, values in enumerate(self._example(microbatch))],
         )
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the shapes between stages depend on."""
+        """A key for what the shapes between stages depend on."""
         leaves, spec = tree_flatten(dict(inputs))
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        # Under autocast a stage sends other dtypes than without, so the precision is part of the key.
         kind = self._device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (repr(spec), tuple(shapes), precision, self._stages[0].key(inputs))
 
     def _example(self, microbatch: Microbatch) -> list[Any]:
-        """What each stage but the last gives the next, by a forward pass of all of them that leaves no trace."""
-        known = self._stages[0].known_values(microbatch.inputs)
-        if known is not None:
-            return [known] * (self._pipelining.stages - 1)
-        found: list[Any] = []
+        """Examples of the values between stages, from a forward pass of all stages that changes no state."""
+        # Models of transformers send hidden states of a known size, so nothing need be run.
+        outputs = self._stages[0].known_values(microbatch.inputs)
+        if outputs is not None:
+            return [outputs] * (self._pipelining.stages - 1)
+        examples: list[Any] = []
         values: Any = ()
         for number in range(self._pipelining.stages - 1):
-            own = [stage for stage in self._stages if stage.number == number]
-            tried = self._tried(own[0], values, microbatch.inputs) if own else ((), "")
-            everyones = all_gather_object(self._workers, f"what stage {number} gives the next", tried)
-            given, fault = everyones[self._pipelining.worker_of(number)]
+            stages = [stage for stage in self._stages if stage.number == number]
+            # A worker that fails sends its error in place of an example, so that all workers raise it and none waits
+            # for a tensor.
+            attempt = self._try_stage(stages[0], values, microbatch.inputs) if stages else ((), "")
+            gathered = all_gather_object(self._workers, f"what stage {number} gives the next", attempt)
+            output, fault = gathered[self._pipelining.worker_of(number)]
             if fault:
                 raise ConfigError(fault)
-            values = tree_map(self._on_device, given)
-            found.append(values)
-        return found
+            values = tree_map(self._on_device, output)
+            examples.append(values)
+        return examples
 
-    def _tried(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
-        """What a stage gives the next, or why that cannot be sent."""
-        given, named = tree_map(
+    def _try_stage(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
+        """The values that a stage gives the next, and an error text, which is empty if they can be sent."""
+        values, named = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (tuple(values), dict(inputs))
         )
         stage.activate()
         with leaving_no_trace(stage.model, self._device):
             try:
-                given = stage(*given, inputs=named)
-                check_values(stage.number, given)
+                values = stage(*values, inputs=named)
+                check_values(stage.number, values)
             except ConfigError as error:
                 return (), str(error)
-            return sendable(given), ""
+            return sendable(values), ""
 
     def _on_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -269,11 +281,16 @@ class Pipeline:
 
     def _schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
         """The schedule for microbatches of these shapes; its buffers are kept for the latest ones."""
-        shapes = tuple((each.shape, each.dtype, each.requires_grad) for one in values for each in one.tensors)
+        # A schedule allocates the buffers that it receives into, of fixed shapes.
+        shapes = tuple(
+            (tensor.shape, tensor.dtype, tensor.requires_grad)
+            for stage_values in values
+            for tensor in stage_values.tensors
+        )
         return self._schedules.get((shapes, backward), lambda: self._make_schedule(values, backward=backward))
 
     def _make_schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
-        between = [[], *(each.tensors for each in values), []]
+        between = [[], *(stage_values.tensors for stage_values in values), []]
         stages: list[Any] = [
             TracedStage(
                 stage, self._pipelining.stages, group=self._group, run=self._run, takes=between[stage.number],
@@ -282,14 +299,16 @@ class Pipeline:
             for stage in self._stages
         ]  # fmt: skip
         kind, microbatches = _KINDS[self._pipelining.schedule], self._pipelining.microbatches
+        # scale_grads=False: by default torch divides gradients by the number of microbatches, and the loss is divided
+        # by the global batch already.
         if issubclass(kind, PipelineScheduleSingle):
             # Without a backward pass GPipe lets every stage go on at once.
             single = kind if backward else torch_pipelining.ScheduleGPipe
             return single(stages[0], microbatches, loss_fn=self._loss, scale_grads=False)
-        made = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
         if not backward:
-            _leave_out_backward(made)
-        return made
+            _leave_out_backward(schedule)
+        return schedule
 
     def _run(self, stage: Stage, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
         """Computes one microbatch in one stage; returns what is sent, and of the last stage the outputs' tensors."""
@@ -297,27 +316,30 @@ class Pipeline:
         microbatch, values = self._now.microbatches[number], self._now.values
         if not microbatch.rows:
             return self._nothing(stage, received)
-        taken = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
-        given = stage(*taken, inputs=microbatch.inputs)
+        arguments = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
+        outputs = stage(*arguments, inputs=microbatch.inputs)
         if not stage.last:
             padded = values[self._now.most][stage.number].tensors
-            return values[microbatch.rows][stage.number].give(given, padded)
-        self._now.outputs[number] = given
-        return tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            return values[microbatch.rows][stage.number].give(outputs, padded)
+        self._now.outputs[number] = outputs
+        return tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Zeros in place of a microbatch without rows, whose gradients are zero."""
         assert self._now is not None
-        through = [each.sum() * 0.0 for each in received if each.requires_grad]
+        # The zero depends on what was received. Without that the stage before would wait for a gradient that never
+        # comes: torch's schedules run each backward action, whether or not the microbatch has rows.
+        through = [tensor.sum() * 0.0 for tensor in received if tensor.requires_grad]
         zero = sum(through, start=torch.zeros((), device=self._device))
         if stage.last:
             return (zero,)
         blank = self._now.values[self._now.most][stage.number].tensors
-        zeros = [torch.zeros(each.shape, dtype=each.dtype, device=self._device) for each in blank]
+        zeros = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in blank]
         if not through:
-            return tuple(each.requires_grad_(like.requires_grad) for each, like in zip(zeros, blank, strict=True))
+            return tuple(value.requires_grad_(like.requires_grad) for value, like in zip(zeros, blank, strict=True))
         return tuple(
-            each + zero.to(each.dtype) if like.requires_grad else each for each, like in zip(zeros, blank, strict=True)
+            value + zero.to(value.dtype) if like.requires_grad else value
+            for value, like in zip(zeros, blank, strict=True)
         )
 
     def _loss(self, leaves: Any, numbers: Tensor) -> Tensor:
@@ -329,6 +351,7 @@ class Pipeline:
             return torch.stack(list(leaves)).sum()
         outputs, begin = self._now.outputs.pop(number), next_sequence_number()
         loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
+        # The walk through the graph of a loss takes time, so it is made in passes 1, 2, 4, 8, ...
         if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
             raise UsageError(
                 "the loss reads weights of the model by themselves, and this worker of the pipeline has those of its "
@@ -336,7 +359,8 @@ class Pipeline:
             )
         if self._slots:  # the loss is part of the last forward pass
             self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
-        return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
+        # torch calls detach_() on the loss, which raises for a view (torch 2.13: "Can't detach views in-place").
+        return loss.clone() if loss._is_view() else loss
 
 
 def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: int) -> bool:
@@ -344,16 +368,18 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
     ``begin`` is the number of the first node that autograd has made for the loss; those before are of the outputs.
     """
-    given = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+    # Autograd numbers its nodes in the order of their making. The order tells the loss's nodes from the model's, also
+    # where the outputs are objects that hide their tensors from torch's trees.
+    output_ids = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
     nodes: list[Any] = [loss.grad_fn]
-    known: set[Any] = {None}
+    visited: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node in known or node._sequence_nr() < begin:
+        if node in visited or node._sequence_nr() < begin:
             continue
-        known.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
-        if variable is not None and id(variable) in weights and id(variable) not in given:
+        if variable is not None and id(variable) in weights and id(variable) not in output_ids:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
@@ -361,13 +387,14 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
 def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatch]:
     """Divides a shard into ``number`` microbatches, whose rows differ by at most one, the larger ones first."""
-    found, begin = [], 0
+    microbatches, begin = [], 0
     for index in range(number):
         end = begin + rows // number + (index < rows % number)
+        # Bound as defaults: a closure in a loop would see the last microbatch's bounds.
         part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
-        found.append(Microbatch(dict(part), begin, end))
+        microbatches.append(Microbatch(dict(part), begin, end))
         begin = end
-    return found
+    return microbatches
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:
@@ -377,27 +404,31 @@ def _has_rows(leaf: Any, rows: int) -> bool:
 T = TypeVar("T")
 
 
-class LatestKept(Generic[T]):
-    """The ``most`` values that were asked for last."""
+class RecentValues(Generic[T]):
+    """A cache of the ``most`` values that were asked for last."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._kept = most, dict[Any, T]()
+        self._most, self._values = most, dict[Any, T]()
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """The value of a key, made if it is not kept."""
-        found = self._kept.pop(key) if key in self._kept else make()
-        while len(self._kept) >= self._most:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[key] = found
-        return found
+        value = self._values.pop(key) if key in self._values else make()
+        # dicts keep the order of insertion, so the first key is the one that was asked for longest ago.
+        while len(self._values) >= self._most:
+            self._values.pop(next(iter(self._values)))
+        self._values[key] = value
+        return value
 
 
-def _leave_out_backward(made: Any) -> None:
-    """For ``eval``, which skips the backward pass in each stage, but not what two stages of a worker hand over."""
+def _leave_out_backward(schedule: Any) -> None:
+    """Leaves the backward pass out of a schedule for ``eval``.
+
+    torch skips it in each stage, but not the tensors that two stages of one worker hand over.
+    """
     from torch.distributed.pipelining import schedules
 
     def skip(action: Any, context: Any) -> None:
         context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
-        made.register_custom_function(computation, skip)
+        schedule.register_custom_function(computation, skip)

@@ -37,10 +37,10 @@ class PipelineConfig:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.workers == 1:
             return
-        each, (least, most) = self.stages_per_worker, _STAGES_PER_WORKER[self.schedule]
-        if isinstance(each, bool) or not isinstance(each, int) or not least <= each <= most:
+        count, (least, most) = self.stages_per_worker, _STAGES_PER_WORKER[self.schedule]
+        if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
             raise ConfigError(
-                f"stages_per_worker={each!r} does not go with schedule={self.schedule!r}, which has "
+                f"stages_per_worker={count!r} does not go with schedule={self.schedule!r}, which has "
                 f"{least if least == most else f'{least} or more'} stages on each worker; leave it out"
             )
         # These schedules take microbatches in rounds of equal length, of as many as there are workers or more.
@@ -96,11 +96,11 @@ def choose_pipeline_config(
 
 def check_layers(pipelining: PipelineConfig, layers: int) -> None:
     """Raises a ConfigError if there are more stages than a model has layers."""
-    each, workers = pipelining.stages_per_worker, pipelining.workers
+    per_worker, workers = pipelining.stages_per_worker, pipelining.workers
     if pipelining.stages > layers:
         raise ConfigError(
-            f"pipeline={workers} with {each} stages on each worker is {pipelining.stages} stages, and the model has "
-            f"{layers} layers; choose pipeline up to {max(1, layers // each)}, or fewer stages on each worker"
+            f"pipeline={workers} with {per_worker} stages on each worker is {pipelining.stages} stages, and the model "
+            f"has {layers} layers; choose pipeline up to {max(1, layers // per_worker)}, or fewer stages on each worker"
         )
 
 
@@ -114,24 +114,24 @@ def split_layers(costs: Sequence[float], stages: int, *, after: float = 0.0) -> 
     # splits that are as fast as each other the most even one is taken.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        own = after if stage == stages - 1 else 0.0
+        extra = after if stage == stages - 1 else 0.0
         best = {
             end: min(
                 (max(slowest, cost), squares + cost**2, (*split, end - begin))
                 for begin, (slowest, squares, split) in best.items()
                 if begin < end
-                for cost in [sums[end] - sums[begin] + own]
+                for cost in [sums[end] - sums[begin] + extra]
             )
             for end in range(stage + 1, len(costs) + 1)
         }
     return best[len(costs)][2]
 
 
-def check_split(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
+def check_split(counts: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
     """Returns a user's number of layers of each stage; raises a ConfigError if they do not fit."""
-    if len(given) != stages or sum(given) != layers or min(given) < 1:
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ConfigError(
-            f"pipeline_split={tuple(given)!r} does not divide {layers} layers into {stages} stages; give {stages} "
+            f"pipeline_split={tuple(counts)!r} does not divide {layers} layers into {stages} stages; give {stages} "
             f"numbers from 1 that add up to {layers}"
         )
-    return tuple(given)
+    return tuple(counts)

@@ -67,38 +67,45 @@ class ModuleGraph:
 
     def names_in(self, stages: Iterable[int]) -> set[str]:
         """The names of the weights that these stages have."""
-        held = [name for stage in stages for name in self.held_by(stage)]
+        roots = [name for stage in stages for name in self.held_by(stage)]
         return {
             name
             for name, _ in self._outline.named_parameters(remove_duplicate=False)
-            if any(name == each or name.startswith(f"{each}.") for each in held)
+            if any(name == root or name.startswith(f"{root}.") for root in roots)
         }
 
-    def cut(self, own: Sequence[int]) -> tuple[GraphStage, ...]:
+    def cut(self, numbers: Sequence[int]) -> tuple[GraphStage, ...]:
         """Takes from the module, in place, all that none of these stages has; returns them."""
         for name, stages in self._holders.items():
-            if stages & set(own):
+            if stages & set(numbers):
                 continue
             parent, _, attribute = name.rpartition(".")
             owner: Any = self._module.get_submodule(parent)
+            # None stays under the name: torch's named_parameters() leaves it out, and code that looks for the name
+            # finds no AttributeError.
             for kind in (owner._parameters, owner._buffers):
                 if attribute in kind:
                     kind[attribute] = None
             if attribute in owner._modules:
                 setattr(owner, attribute, StandIn())
-        return tuple(GraphStage(self, self._module, number) for number in own)
+        return tuple(GraphStage(self, self._module, number) for number in numbers)
 
     def key(self, names: Iterable[str]) -> Any:
-        """What a trace depends on: which inputs there are, and the plain attributes of the containers, by name."""
+        """A key for what a trace depends on: the names of the inputs, and the plain attributes of the containers."""
+        # Python branches on such values as training=True leave no node in a graph, so a graph holds for one set of
+        # them.
         settings = []
         for name in sorted(self._containers):
-            own = vars(self._module.get_submodule(name))
-            settings.append((name, *((each, value) for each, value in own.items() if type(value) in PLAIN)))
+            attributes = vars(self._module.get_submodule(name))
+            settings.append(
+                (name, *((attribute, value) for attribute, value in attributes.items() if type(value) in PLAIN))
+            )
         return (tuple(sorted(names)), *settings)
 
     def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
         """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
         names = frozenset(names)
+        # Again in each step, since a hook may be registered between two of them.
         self._check_hooks()
         key = (self.key(names), stage)
         if key not in self._stages:
@@ -109,19 +116,19 @@ class ModuleGraph:
 
     def check_attributes(self, stage: int, names: Iterable[str]) -> None:
         """Raises a UsageError if an attribute that the graph has the value of is another since the stage has run."""
-        for each in self._read[self.key(names)]:
-            is_own = each.module in self._containers or stage in self._holders.get(self._leaf_of(each.module), ())
-            if is_own and not each.is_still(self._module.get_submodule(each.module)):
+        for read in self._read[self.key(names)]:
+            is_local = read.module in self._containers or stage in self._holders.get(self._leaf_of(read.module), ())
+            if is_local and not read.is_still(self._module.get_submodule(read.module)):
                 raise UsageError(
-                    f"the forward of {type(self._module).__name__} reads {each.attribute!r} of "
-                    f"{each.module or 'itself'}, which has changed since it was traced; have the module return "
+                    f"the forward of {type(self._module).__name__} reads {read.attribute!r} of "
+                    f"{read.module or 'itself'}, which has changed since it was traced; have the module return "
                     "it, or give it to the model as an input"
                 )
 
     def _check_hooks(self) -> None:
         for name in self._containers:
-            own = vars(self._module.get_submodule(name))
-            if any(own[kind] for kind in _HOOKS):
+            attributes = vars(self._module.get_submodule(name))
+            if any(attributes[kind] for kind in _HOOKS):
                 raise ConfigError(
                     f"{name or type(self._module).__name__} has hooks, and is itself never called where a pipeline "
                     "cuts inside it; register them on modules that are whole in one stage"
@@ -131,15 +138,17 @@ class ModuleGraph:
         key = self.key(names)
         if key not in self._graphs:
             for name in self._containers:
-                own, traced = (each.get_submodule(name) for each in (self._module, self._outline))
-                traced.__dict__.update({each: value for each, value in vars(own).items() if type(value) in PLAIN})
+                original, copy = (root.get_submodule(name) for root in (self._module, self._outline))
+                copy.__dict__.update(
+                    {attribute: value for attribute, value in vars(original).items() if type(value) in PLAIN}
+                )
             graph, self._read[key] = trace_stages(self._outline, self._starts, self._containers, names)
             self._place(graph)
             self._graphs[key] = graph
         return self._graphs[key]
 
     def _place(self, graph: fx.Graph) -> None:
-        """Leaves nodes that each stage can compute from the inputs by itself without a stage; others have one."""
+        """Sets the stage of each node. It is None for nodes that every stage can compute from the inputs."""
         called: dict[str, int] = {}
         for node in graph.nodes:
             if node.op == "call_module":
@@ -166,9 +175,13 @@ class ModuleGraph:
 
     def _find_holders(self) -> None:
         """Finds the stages that have each leaf and each tensor of a container, in both modes and with all inputs."""
+        # A trace runs the forward's Python, so a random number that it draws would be in the graph as a constant. The
+        # states of the generators before and after tell.
         parts = [self._module.get_submodule(name) for name in self._containers]
         modes, drawn = [part.training for part in parts], (random.getstate(), torch.get_rng_state().tolist())
         failures: list[ConfigError] = []
+        # Every leaf must have a stage before a step needs it, and some are only called in training or with an optional
+        # input. The mode of now comes first: where traces disagree, its stages hold.
         for mode in dict.fromkeys((self._module.training, True, False)):
             for part in parts:
                 part.training = mode
@@ -191,10 +204,10 @@ class ModuleGraph:
         self._add_uncalled()
 
     def _note_holders(self, graph: fx.Graph) -> None:
-        found: dict[str, set[int]] = {}
+        stages_by_name: dict[str, set[int]] = {}
         for name, stage in self._uses(graph):
-            found.setdefault(name, set()).add(stage)
-        for name, stages in found.items():
+            stages_by_name.setdefault(name, set()).add(stage)
+        for name, stages in stages_by_name.items():
             self._holders.setdefault(name, stages)
 
     def _uses(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
@@ -212,16 +225,18 @@ class ModuleGraph:
                 )
 
     def _add_uncalled(self) -> None:
-        """What no trace uses goes with what is registered before it."""
+        """Gives the modules and tensors that no trace uses the stage of the module registered before them."""
+        # Named modules come in the order of their registration, so a module that no trace calls is given the stage of
+        # its neighbour, and its weights are in the state of one worker.
         stages = {0}
         for name, part in self._module.named_modules():
             if name in self._containers:
                 tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-                own = [f"{name}.{each}" if name else each for each, _ in tensors]
+                names = [f"{name}.{key}" if name else key for key, _ in tensors]
             else:
-                own = [name] if _parent(name) in self._containers else []
-            for each in own:
-                stages = self._holders.setdefault(each, {min(stages)})
+                names = [name] if _parent(name) in self._containers else []
+            for leaf in names:
+                stages = self._holders.setdefault(leaf, {min(stages)})
 
     def _build(self, graph: fx.Graph, stage: int) -> fx.GraphModule:
         """The nodes of a stage, with what they take from before and give on."""
@@ -233,6 +248,7 @@ class ModuleGraph:
             copies[node] = built.placeholder(f"taken_{number}")
 
         def copied(node: fx.Node) -> fx.Node:
+            # A node without a stage is copied into each stage that uses it, with all that it is computed from.
             if node not in copies:
                 copies[node] = built.node_copy(node, copied)
             return copies[node]
@@ -248,13 +264,13 @@ class ModuleGraph:
         return fx.GraphModule(self._objects(built), built)
 
     def _objects(self, graph: fx.Graph) -> dict[str, Any]:
-        """What a stage's graph calls and reads, by names that it may have, to which the graph is changed."""
-        found: dict[str, Any] = {}
+        """The modules and tensors that a stage's graph uses, by new names. It changes the graph to these names."""
+        objects: dict[str, Any] = {}
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
-                meta, node.target = node.meta, f"own_{len(found)}"
-                found[node.target] = meta["constant"] if "constant" in meta else _found(self._module, meta["name"])
-        return found
+                meta, node.target = node.meta, f"own_{len(objects)}"
+                objects[node.target] = meta["constant"] if "constant" in meta else _resolve(self._module, meta["name"])
+        return objects
 
 
 class GraphStage(Stage):
@@ -266,10 +282,10 @@ class GraphStage(Stage):
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        return tuple(each for each in self._held() if isinstance(each, nn.Module))
+        return tuple(part for part in self._holdings() if isinstance(part, nn.Module))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return weights_in(self._held())
+        return weights_in(self._holdings())
 
     def key(self, inputs: Mapping[str, Any]) -> Any:
         return self._graph.key(inputs)
@@ -279,8 +295,8 @@ class GraphStage(Stage):
         self._graph.check_attributes(self.number, inputs)
         return values
 
-    def _held(self) -> list[Any]:
-        return [_found(self.model, name) for name in self._graph.held_by(self.number)]
+    def _holdings(self) -> list[Any]:
+        return [_resolve(self.model, name) for name in self._graph.held_by(self.number)]
 
 
 def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> ModuleGraph:
@@ -301,18 +317,18 @@ def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConf
 
 
 def _travelling(graph: fx.Graph, stage: int) -> list[fx.Node]:
-    """What is computed in a stage or before it, and used after it."""
+    """The nodes that are computed in a stage or before it, and used after it: they travel to the next stage."""
 
     def travels(node: fx.Node) -> bool:
-        own = node.meta["stage"]
-        return own is not None and own <= stage and any((user.meta["stage"] or 0) > stage for user in node.users)
+        origin = node.meta["stage"]
+        return origin is not None and origin <= stage and any((user.meta["stage"] or 0) > stage for user in node.users)
 
     return [node for node in graph.nodes if travels(node)]
 
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether each stage can compute it by itself: something plain of the inputs, such as a size or a mask."""
-    if any(each.meta["stage"] is not None for each in node.all_input_nodes) or _is_in_place(node):
+    if any(source.meta["stage"] is not None for source in node.all_input_nodes) or _is_in_place(node):
         return False
     if node.op == "call_method":
         return node.target not in _RANDOM
@@ -336,7 +352,7 @@ def _parents(name: str) -> list[str]:
     return [".".join(atoms[:end]) for end in range(len(atoms))]
 
 
-def _found(module: nn.Module, name: str) -> Any:
+def _resolve(module: nn.Module, name: str) -> Any:
     value: Any = module
     for atom in name.split("."):
         value = getattr(value, atom)
@@ -348,23 +364,23 @@ def _found(module: nn.Module, name: str) -> Any:
 
 def stage_starts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> list[str]:
     """The names of the modules at which the second and each further stage begins; raises a ConfigError."""
-    if not isinstance(split, str) and all(isinstance(each, str) for each in split):
-        return _checked_names(module, [str(each) for each in split], pipelining)
+    if not isinstance(split, str) and all(isinstance(entry, str) for entry in split):
+        return _checked_names(module, [str(entry) for entry in split], pipelining)
     blocks = _blocks(module, pipelining.stages)
     check_layers(pipelining, len(blocks))
     if isinstance(split, str):
         costs = [_weight(module.get_submodule(name)) for name in blocks]
         counts = split_layers(costs, pipelining.stages, after=_weight_after(module, blocks))
     else:
-        counts = check_split([int(each) for each in split], pipelining.stages, len(blocks))
+        counts = check_split([int(count) for count in split], pipelining.stages, len(blocks))
     return [blocks[end] for end in list(accumulate(counts))[:-1]]
 
 
 def _checked_names(module: nn.Module, names: list[str], pipelining: PipelineConfig) -> list[str]:
-    known = [name for name, _ in module.named_modules() if name]
+    module_names = [name for name, _ in module.named_modules() if name]
     for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, 3) or known[:3]
+        if name not in module_names:
+            near = get_close_matches(name, module_names, 3) or module_names[:3]
             raise ConfigError(
                 f"pipeline_split names {name!r}, and {type(module).__name__} has no such module; give names of its "
                 f"modules, such as {', '.join(near)}"
@@ -383,8 +399,8 @@ def _blocks(module: nn.Module, stages: int) -> list[str]:
     if isinstance(module, nn.Sequential):
         return [name for name, _ in module.named_children()]
     for kind in (nn.ModuleList, nn.Sequential):
-        found = [name for name, part in module.named_modules() if isinstance(part, kind) and len(part) >= stages]
-        outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+        candidates = [name for name, part in module.named_modules() if isinstance(part, kind) and len(part) >= stages]
+        outermost = [name for name in candidates if not any(name.startswith(f"{other}.") for other in candidates)]
         if len(outermost) == 1:
             (owner,) = outermost
             return [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_children()]
@@ -403,8 +419,8 @@ def _weight_after(module: nn.Module, blocks: Sequence[str]) -> float:
     """The weights of the modules that are registered after the blocks, which the last stage has."""
     owner = blocks[0].rpartition(".")[0]
     names = [name for name, _ in module.named_children()]
-    own = owner.partition(".")[0]
-    after = names[names.index(own) + 1 :] if own else []
+    child = owner.partition(".")[0]
+    after = names[names.index(child) + 1 :] if child else []
     return sum(_weight(module.get_submodule(name)) for name in after)
 
 

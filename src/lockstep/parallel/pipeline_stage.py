@@ -34,17 +34,18 @@ class ActiveStage:
         self.received: Tensor | None = None
 
     def restrict(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
-        """Has a part of the model compute for one stage only, and ``otherwise`` in its place for the others."""
-        own, others = part.forward, otherwise.forward
+        """Changes a part's forward: the part computes for ``stage``, and ``otherwise`` for other stages."""
+        stage_forward, other_forward = part.forward, otherwise.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (own if self.stage == stage else others)(*args, **kwargs)
+            return (stage_forward if self.stage == stage else other_forward)(*args, **kwargs)
 
+        # On the object and not as a wrapping module, which would change the names in the state_dict.
         part.forward = forward
 
 
 class StandIn(nn.Module):
-    """In place of a module that another stage has; ``dtype`` is that of its weights."""
+    """Stands in for a module that another stage has; ``dtype`` is that of its weights."""
 
     def __init__(self, kind: str = "identity", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -67,13 +68,16 @@ class StandIn(nn.Module):
         self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
     ) -> Any:
         if self._kind == "embeds":  # the hidden states that were given instead of tokens
-            return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
+            return next(value for value in (inputs_embeds, hidden, *rest) if value is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
 
 class _FirstLayer(nn.Module):
-    """In place of the model's first layer: gives what the stage has received, whatever was done to it as embeddings."""
+    """Stands in for the first layer on a later stage. It returns the hidden states that the stage has received.
+
+    What the model does to them on the way there, as to embeddings, is left out: the first stage has done it.
+    """
 
     def __init__(self, active: ActiveStage) -> None:
         super().__init__()
@@ -103,7 +107,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
+        """The parameters of this stage alone. Schedules with a split backward go through them for each microbatch."""
 
     @abstractmethod
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
@@ -116,21 +120,27 @@ class Stage(nn.Module, ABC):
         """Called before each computation for this stage."""
 
     def key(self, inputs: Mapping[str, Any]) -> Any:
-        """What ``forward`` depends on beside the shapes of its arguments."""
+        """A key for what ``forward`` depends on beside the shapes of its arguments."""
         return None
 
     def known_values(self, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """What a stage gives the next for these inputs, on the meta device; None if a pass must find it out."""
+        """The values that a stage gives the next, on the meta device; None if only a trial pass can tell them."""
         return None
 
 
-def weights_in(held: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """The parameters among ``held`` and in the modules among them, each once."""
-    found: dict[int, nn.Parameter] = {}
-    for each in held:
-        own = each.parameters() if isinstance(each, nn.Module) else [each] if isinstance(each, nn.Parameter) else []
-        found |= {id(parameter): parameter for parameter in own}
-    return iter(found.values())
+def weights_in(members: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among ``members`` and in the modules among them, each once."""
+    weights: dict[int, nn.Parameter] = {}
+    for member in members:
+        parameters = (
+            member.parameters()
+            if isinstance(member, nn.Module)
+            else [member]
+            if isinstance(member, nn.Parameter)
+            else []
+        )
+        weights |= {id(parameter): parameter for parameter in parameters}
+    return iter(weights.values())
 
 
 class ModelStage(Stage):
@@ -153,7 +163,8 @@ class ModelStage(Stage):
         active: ActiveStage,
     ) -> None:
         super().__init__(model, number=number, stages=stages)
-        self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
+        # In tuples, so that nn.Module does not register the parts: a stage has no state_dict of its own.
+        self._base, self._parts = (base,), tuple(parts)
         self._active = active
         self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
         self._dtype = next(model.parameters()).dtype
@@ -179,33 +190,36 @@ class ModelStage(Stage):
         return (hidden.requires_grad_(torch.is_grad_enabled()),)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
-        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        arguments = {name: value for name, value in inputs.items() if name in self._accepted}
         if not self.first:
-            given.pop(self._input, None)
-            given.pop("token_type_ids", None)  # they were added on the first stage
+            arguments.pop(self._input, None)
+            # The embeddings of the first stage have added them to the hidden states.
+            arguments.pop("token_type_ids", None)
             (hidden,) = values
-            given[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
+            arguments[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
+        # A cache of keys would be kept for each microbatch, and the layers of other stages are missing from it.
         if "use_cache" in self._accepted:
-            given["use_cache"] = False
+            arguments["use_cache"] = False
         if self.last:
-            return self.model(**given)
-        hidden = self._base[0](**given).last_hidden_state
-        return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
+            return self.model(**arguments)
+        hidden = self._base[0](**arguments).last_hidden_state
+        # Autocast may give another dtype than the buffers have that the next stage receives into.
+        return (hidden.to(self._dtype),)
 
     def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
-        if not isinstance(given := inputs.get(self._input), Tensor):
+        if not isinstance(tokens := inputs.get(self._input), Tensor):
             kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in inputs.items())
             raise DataError(
                 f'a pipeline of this model begins with the tensor "{self._input}", and the inputs are '
                 f"{kinds or 'none'}; give that tensor alone, first, or in a dict of the model's keyword arguments"
             )
-        return given
+        return tokens
 
 
 def check_pipeline_split(split: object) -> None:
     """Raises a ConfigError unless ``split`` is a ``PipelineSplit``, for whatever model."""
     items = [*split] if isinstance(split, (list, tuple)) else []
-    if split != "auto" and not any(items and all(isinstance(each, kind) for each in items) for kind in (int, str)):
+    if split != "auto" and not any(items and all(isinstance(item, kind) for item in items) for kind in (int, str)):
         raise ConfigError(
             f'pipeline_split={split!r} is unknown; give "auto", a list of the numbers of layers of all stages, or a '
             "list of the names of the modules at which stages begin, from the second stage on"
@@ -219,7 +233,7 @@ def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineCo
     heads = [part for name, part in module.named_modules() if name in spec.heads]
     check_layers(pipelining, len(layers))
     if not isinstance(split, str):
-        return check_split([int(each) for each in split], pipelining.stages, len(layers))
+        return check_split([int(count) for count in split], pipelining.stages, len(layers))
     return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
@@ -246,11 +260,14 @@ def cut_to_stages(
             setattr(owner, name, otherwise)
             return
         parts[stage].append(part)
+        # A worker with one stage calls each part for that stage only.
         if len(parts) > 1:
             active.restrict(part, stage, otherwise)
 
     for number, (name, layer) in enumerate(list(layers.named_children())):
         otherwise = StandIn() if number else _FirstLayer(active)
+        # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
+        # (tests/parallel/test_pipeline_stage.py).
         layer.register_forward_hook(_check_layer_output)
         keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
     last = pipelining.stages - 1
@@ -262,8 +279,8 @@ def cut_to_stages(
         for name in [name for name, child in module.named_children() if child is not base]:
             keep(module, name, last, nn.Identity())
     return tuple(
-        ModelStage(module, base, own, number=number, stages=pipelining.stages, active=active)
-        for number, own in parts.items()
+        ModelStage(module, base, stage_parts, number=number, stages=pipelining.stages, active=active)
+        for number, stage_parts in parts.items()
     )
 
 
@@ -292,10 +309,14 @@ def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]])
         ConfigError: a weight that other workers have in common.
     """
     several = {name for names in ties for name in names}
-    alone = [[name] for name in dict.fromkeys(name for held in workers for name in held) if name not in several]
-    found = []
-    for names in [*(list(each) for each in ties), *alone]:
-        holders = [number for number, held in enumerate(workers) if not set(names).isdisjoint(held)]
+    alone = [
+        [name]
+        for name in dict.fromkeys(name for worker_names in workers for name in worker_names)
+        if name not in several
+    ]
+    tied = []
+    for names in [*(list(tie) for tie in ties), *alone]:
+        holders = [number for number, worker_names in enumerate(workers) if not set(names).isdisjoint(worker_names)]
         if len(holders) < 2:
             continue
         if holders != [0, len(workers) - 1]:
@@ -303,8 +324,8 @@ def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]])
                 f"{' and '.join(names)} is one weight, which the workers {holders} of a pipeline would hold, and only "
                 "its first and its last worker can have a weight in common; choose another pipeline_split"
             )
-        found.append(names)
-    return found
+        tied.append(names)
+    return tied
 
 
 class TracedStage(PipelineStage):
@@ -338,6 +359,7 @@ class TracedStage(PipelineStage):
         return self._run(self._module, args, self._microbatch)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        # torch looks up a receiver for each tensor that a stage returns, and the outputs of the last one have none.
         return [] if self._module.last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -351,8 +373,11 @@ class TracedStage(PipelineStage):
         if self.has_backward:
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
-            gradients = self.bwd_cache[bwd_chunk_id]  # which are sent as they lie in memory
-            self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
+            # torch sends a gradient's memory as it lies, and the next stage reads it in row-major order.
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                None if gradient is None else gradient.contiguous() for gradient in gradients
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:
@@ -372,4 +397,5 @@ class TracedStage(PipelineStage):
         finally:
             action = Action(kind=kind, stage=self._module.number, microbatch=microbatch)
             self._slots.append(Slot(action=action, begin=begin, end=time.perf_counter()))
-        raise cause  # not above, where torch's would become its context and so, in a circle, its cause
+        # Raised after the except block: inside it torch's error would become the context of its own cause, a circle.
+        raise cause

@@ -73,32 +73,39 @@ def simulate(orders: Orders, cost: Cost | None = None) -> PipelineTrace:
     ``cost`` is that of each action; None is ``COSTS``, divided among the stages of a worker. Raises ConfigError if
     workers wait for each other in a circle.
     """
-    each = max(len({action.stage for action in order}) for order in orders)
-    takes = cost or (lambda action: COSTS[action.kind] / each)
+    # A worker's layers are divided among its stages, and so is the cost.
+    stages_per_worker = max(len({action.stage for action in order}) for order in orders)
+    takes = cost or (lambda action: COSTS[action.kind] / stages_per_worker)
     last = max(action.stage for order in orders for action in order)
     ends: dict[Action, float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
     before = -1
+    # Workers wait for each other, so each advances as far as it can until none does; if actions are left then, they
+    # wait in a circle.
     while before < len(ends):
         before = len(ends)
-        for order, done in zip(orders, slots, strict=True):
-            _advance(order, done, ends, takes, last)
-    stuck = [order[len(done)] for order, done in zip(orders, slots, strict=True) if len(done) < len(order)]
+        for order, worker_slots in zip(orders, slots, strict=True):
+            _advance(order, worker_slots, ends, takes, last)
+    stuck = [
+        order[len(worker_slots)]
+        for order, worker_slots in zip(orders, slots, strict=True)
+        if len(worker_slots) < len(order)
+    ]
     if stuck:
         raise ConfigError(f"the workers of this schedule wait for each other in a circle, one before {stuck[0]}")
-    return PipelineTrace(workers=tuple(tuple(each) for each in slots))
+    return PipelineTrace(workers=tuple(tuple(worker_slots) for worker_slots in slots))
 
 
-def _advance(order: Sequence[Action], done: list[Slot], ends: dict[Action, float], takes: Cost, last: int) -> None:
+def _advance(order: Sequence[Action], slots: list[Slot], ends: dict[Action, float], takes: Cost, last: int) -> None:
     """Runs one worker until it waits for an action that has not ended."""
-    for action in order[len(done) :]:
+    for action in order[len(slots) :]:
         needs = [[need for need in either if need in ends] for either in _needs(action, last)]
         if not all(needs):
             return
         ready = max([0.0, *(ends[need] for either in needs for need in either)])
-        begin = max(ready, done[-1].end) if done else ready
+        begin = max(ready, slots[-1].end) if slots else ready
         ends[action] = begin + takes(action)
-        done.append(Slot(action=action, begin=begin, end=ends[action]))
+        slots.append(Slot(action=action, begin=begin, end=ends[action]))
 
 
 def _needs(action: Action, last: int) -> list[list[Action]]:
@@ -111,5 +118,5 @@ def _needs(action: Action, last: int) -> list[list[Action]]:
         return [of(action.stage - 1, "forward")] if action.stage else []
     if action.kind == "weights":
         return [of(action.stage, "inputs")]
-    own = of(action.stage, "forward")
-    return [own] if action.stage == last else [own, of(action.stage + 1, "backward", "inputs")]
+    forward = of(action.stage, "forward")
+    return [forward] if action.stage == last else [forward, of(action.stage + 1, "backward", "inputs")]

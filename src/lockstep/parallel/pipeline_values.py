@@ -24,7 +24,7 @@ _NODES = (dict, list, tuple)
 
 
 class StageValues:
-    """The structure of what a stage gives for microbatches of one shape.
+    """The structure of the values that a stage gives the next, for microbatches of one shape.
 
     ``values`` are an example, of which the shapes and dtypes of tensors are kept, and other values as they are.
     """
@@ -43,8 +43,8 @@ class StageValues:
         """The values, from tensors that may be padded."""
         tensors = iter(received)
         leaves = [_cut(next(tensors), leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        found: list[Any] = tree_unflatten(leaves, self._spec)
-        return found
+        values: list[Any] = tree_unflatten(leaves, self._spec)
+        return values
 
     def give(self, values: Sequence[Any], padded: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a stage's values, in the shapes of ``padded``; ConfigError for another structure."""
@@ -56,7 +56,7 @@ class StageValues:
                 "the inputs alone"
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tuple(_to_send(own, whole) for own, whole in zip(tensors, padded, strict=True))
+        return tuple(_to_send(tensor, whole) for tensor, whole in zip(tensors, padded, strict=True))
 
 
 def check_values(stage: int, values: Any) -> None:
@@ -64,6 +64,8 @@ def check_values(stage: int, values: Any) -> None:
     pending = list(values)
     while pending:
         value = pending.pop()
+        # By type and not by isinstance: torch's trees take a subclass of dict for a leaf, in which no tensor would be
+        # found.
         if type(value) in _NODES:
             pending += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, (Tensor, *_PLAIN)):
@@ -89,11 +91,15 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     before = [(part, dict(part._buffers), numbers_of(part)) for part in parts]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
+        # The trial pass is one more than one device makes: dropout in it must not move the generators
+        # (tests/parallel/test_microbatch_state.py: test_a_trial_pass_leaves_nothing).
         with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
             yield
     finally:
         for part, buffers, numbers in before:
-            part._buffers.update(buffers)  # a forward may set a new tensor
+            # A forward may have put a new tensor in place of a buffer; others it has written to in place, so their
+            # values are restored below.
+            part._buffers.update(buffers)
             part.__dict__.update(numbers)
         with torch.no_grad():
             for buffer, value in values:
@@ -117,9 +123,9 @@ def _cut(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _to_send(tensor: Tensor, like: Tensor) -> Tensor:
-    missing = [whole - own for own, whole in zip(tensor.shape, like.shape, strict=True)]
+    missing = [whole - length for length, whole in zip(tensor.shape, like.shape, strict=True)]
     if any(missing):
-        return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)])
+        return F.pad(tensor, [padding for size in reversed(missing) for padding in (0, size)])
     # torch detaches it in place, which a view refuses and a leaf should be spared.
     return tensor.contiguous().clone() if tensor._is_view() or tensor.is_leaf else tensor.contiguous()
 

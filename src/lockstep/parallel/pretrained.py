@@ -60,17 +60,18 @@ class PretrainedWeights:
 
     def read(self, name: str, region: Region, dtype: torch.dtype) -> Tensor:
         """A worker's part of a tensor, on the CPU. Raises CheckpointError if it cannot be read."""
-        own = torch.empty(region.sizes, dtype=dtype, device="cpu")
+        part = torch.empty(region.sizes, dtype=dtype, device="cpu")
         try:
-            self._reader.read({self.keys[name]: TensorShard(own, region)})
+            self._reader.read({self.keys[name]: TensorShard(part, region)})
         except (OSError, require("safetensors", "train").SafetensorError) as error:
             raise CheckpointError(f"cannot read {self.keys[name]!r}: {error}; copy or save the file anew") from error
-        return own
+        return part
 
     def digest(self) -> str:
         """What the headers say, in 16 hex digits."""
-        found = [f"{key} {tuple(each.shape)} {each.dtype}" for key, each in sorted(self._reader.tensors.items())]
-        return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+        # The headers alone: workers that compared the values would each have to read all files.
+        lines = [f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in sorted(self._reader.tensors.items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def _check(self, module: nn.Module, state: Mapping[str, Tensor], unknown: list[str]) -> None:
         missing = _without(state.keys() - self.names, getattr(module, "_keys_to_ignore_on_load_missing", None))
@@ -84,27 +85,27 @@ class PretrainedWeights:
             "has, unknown to the model,": [f"{key} in {self._file_of(key)}" for key in unknown],
             "has in other shapes or types": self._misfits(state),
         }
-        found = []
+        problems = []
         for title, items in faults.items():
             more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-            found += [f"{title} {', '.join(items[:_SHOWN])}{more}"] if items else []
-        if found:
+            problems += [f"{title} {', '.join(items[:_SHOWN])}{more}"] if items else []
+        if problems:
             raise CheckpointError(
-                f"{self.path} does not fit the {type(module).__name__}: it {'; it '.join(found)}; make the model from "
-                "the config.json of these weights"
+                f"{self.path} does not fit the {type(module).__name__}: it {'; it '.join(problems)}; make the model "
+                "from the config.json of these weights"
             )
 
     def _misfits(self, state: Mapping[str, Tensor]) -> list[str]:
-        found = []
+        misfits = []
         for name in sorted(self.names & state.keys()):
-            key, own = self.keys[name], state[name]
+            key, expected = self.keys[name], state[name]
             stored = self._reader.tensors[key]
-            if stored.shape != own.shape:
-                shapes = f"{tuple(stored.shape)} instead of {tuple(own.shape)}"
-                found.append(f"{key} in {self._file_of(key)}: {shapes}")
-            elif stored.is_floating_point() != own.is_floating_point():
-                found.append(f"{key} in {self._file_of(key)}: {stored.dtype} instead of {own.dtype}")
-        return found
+            if stored.shape != expected.shape:
+                shapes = f"{tuple(stored.shape)} instead of {tuple(expected.shape)}"
+                misfits.append(f"{key} in {self._file_of(key)}: {shapes}")
+            elif stored.is_floating_point() != expected.is_floating_point():
+                misfits.append(f"{key} in {self._file_of(key)}: {stored.dtype} instead of {expected.dtype}")
+        return misfits
 
     def _file_of(self, key: str) -> str:
         return self._reader.files_of(key)[0].name
@@ -130,11 +131,11 @@ def weight_files(path: Path) -> list[Path]:
             return [path / WEIGHTS]
         if (path / INDEX).is_file():
             return _indexed(path / INDEX)
-        if files := sorted(each for each in path.iterdir() if each.suffix == SUFFIX):
+        if files := sorted(entry for entry in path.iterdir() if entry.suffix == SUFFIX):
             return files
-        others = ", ".join(sorted(each.name for each in path.iterdir())[:_SHOWN]) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:_SHOWN]) or "nothing"
         raise CheckpointError(
-            f"{path} has neither {WEIGHTS} nor {INDEX} (it has {others}); give a folder that transformers' "
+            f"{path} has neither {WEIGHTS} nor {INDEX} (it has {names}); give a folder that transformers' "
             "save_pretrained has written"
         )
     if not path.is_file():
@@ -150,6 +151,7 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"cannot read the index {index}: {error!r}; copy or save it anew") from error
     for file in sorted(files):
+        # An index is data: a name such as ../../x must not lead out of its folder.
         if Path(file).name != file or not (index.parent / file).is_file():
             raise CheckpointError(f"{index} names {file!r}, which is not in its folder; copy the missing file")
     return [index.parent / file for file in sorted(files)]
@@ -161,9 +163,9 @@ def _match(
     """By the names in the model the keys in the files; and the keys that the model has no use for and should have."""
     rename = _renaming(module, state)
     named = {key: rename(key) for key in stored}
-    found = {name: key for key, name in named.items() if name in state}
-    left = [key for key, name in named.items() if name not in state]
-    return found, _without(left, _ignored(module))
+    keys = {name: key for key, name in named.items() if name in state}
+    unknown = [key for key, name in named.items() if name not in state]
+    return keys, _without(unknown, _ignored(module))
 
 
 def _merges(
@@ -173,28 +175,30 @@ def _merges(
     if not isinstance(module, HasConfig):
         return {}
     loading, renamings, converters = _transforms(module)
-    known = {pattern: each for each in converters if _is_merge(each) for pattern in each.source_patterns}
+    merge_of = {pattern: merge for merge in converters if _is_merge(merge) for pattern in merge.source_patterns}
     parts: dict[str, dict[str, list[str]]] = {}  # by name and pattern: the keys
     for key in sorted(stored, key=_natural):
         name, pattern = loading.rename_source_key(key, renamings, converters, module.base_model_prefix, state)
-        if pattern in known and name in state:
+        if pattern in merge_of and name in state:
             parts.setdefault(name, {}).setdefault(pattern, []).append(key)
-    found = {}
+    merges = {}
     for name, keys in parts.items():
-        converter = known[next(iter(keys))]
+        converter = merge_of[next(iter(keys))]
         columns = [keys.get(pattern, []) for pattern in converter.source_patterns]
-        own = [key for column in columns for key in column]
+        # What does not fill the tensor is no merge: with a lost expert the error says that the tensor is lacking, and
+        # not that it has another shape (tests/parallel/test_pretrained.py: test_a_lost_expert_is_told).
+        part_keys = [key for column in columns for key in column]
         if (
             len({len(column) for column in columns}) == 1
-            and sum(stored[key].numel() for key in own) == state[name].numel()
+            and sum(stored[key].numel() for key in part_keys) == state[name].numel()
         ):
-            found[name] = _placed(converter, columns, stored, state[name].ndim)
-    return found
+            merges[name] = _placed(converter, columns, stored, state[name].ndim)
+    return merges
 
 
 def _is_merge(converter: Any) -> bool:
     """Whether tensors are only put beside one another: stacked in front, such as experts, then along another dim."""
-    kinds = [type(each).__name__ for each in converter.operations]
+    kinds = [type(operation).__name__ for operation in converter.operations]
     stacked = kinds[:1] == ["MergeModulelist"]
     return kinds[stacked:] in ([], ["Concatenate"]) and not (stacked and converter.operations[0].dim)
 
@@ -204,7 +208,7 @@ def _placed(
 ) -> dict[str, tuple[int, ...]]:
     """Where each part begins. ``columns`` are put along the dim of the last operation; each is one part, or a stack."""
     dim = converter.operations[-1].dim % ndim
-    found, begins = {}, [0] * len(columns[0])
+    places, begins = {}, [0] * len(columns[0])
     for column in columns:
         for number, key in enumerate(column):
             offsets, is_stacked = [0] * ndim, stored[key].ndim < ndim
@@ -212,21 +216,21 @@ def _placed(
             if len(columns) > 1:
                 offsets[dim] = begins[number]
                 begins[number] += stored[key].shape[dim - is_stacked]
-            found[key] = tuple(offsets)
-    return found
+            places[key] = tuple(offsets)
+    return places
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:
     """Sorts 10 after 9."""
-    return [(each.isdigit(), int(each) if each.isdigit() else 0, each) for each in re.split(r"(\d+)", key)]
+    return [(piece.isdigit(), int(piece) if piece.isdigit() else 0, piece) for piece in re.split(r"(\d+)", key)]
 
 
 def _transforms(module: nn.Module) -> tuple[Any, list[Any], list[Any]]:
     """What renames keys in transformers, and its renamings and conversions for a model."""
     loading = require("transformers.core_model_loading", "transformers")
     mapping = require("transformers.conversion_mapping", "transformers").get_model_conversion_mapping(module)
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    return loading, renamings, [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    renamings = [transform for transform in mapping if isinstance(transform, loading.WeightRenaming)]
+    return loading, renamings, [transform for transform in mapping if isinstance(transform, loading.WeightConverter)]
 
 
 def _renaming(module: nn.Module, state: Mapping[str, Tensor], *, computed: bool = False) -> Callable[[str], str]:
@@ -237,7 +241,7 @@ def _renaming(module: nn.Module, state: Mapping[str, Tensor], *, computed: bool 
     if not isinstance(module, HasConfig):
         return lambda key: key
     loading, renamings, converters = _transforms(module)
-    converters = [each for each in converters if computed and not _is_merge(each)]
+    converters = [converter for converter in converters if computed and not _is_merge(converter)]
     prefix = module.base_model_prefix
 
     def rename(key: str) -> str:
@@ -264,9 +268,9 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 def _with_ties(keys: Mapping[str, str], ties: Iterable[Iterable[str]]) -> dict[str, str]:
     """The same, with all names of a tied weight that has a key under one of them."""
-    found = dict(keys)
+    all_keys = dict(keys)
     for names in ties:
         key = next((keys[name] for name in names if name in keys), None)
         if key is not None:
-            found |= dict.fromkeys(names, key)
-    return found
+            all_keys |= dict.fromkeys(names, key)
+    return all_keys

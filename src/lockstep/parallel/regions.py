@@ -17,23 +17,23 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a whole tensor, and the place of its elements among the worker's own."""
+    """A box of a whole tensor, and the place of its elements among those of the worker."""
 
     offsets: Sizes  # the index of its first element in the whole tensor
     sizes: Sizes  # its lengths
-    start: int  # the begin, among the own elements, of the contiguous run that it is in
-    run: Sizes  # the lengths of that run
-    dim: int = -1  # the dim of the run in which the box is a part
-    column: int = 0  # the begin of the box in that dim
+    start: int  # the index, among the worker's elements, at which the contiguous stretch of the box begins
+    stretch: Sizes  # the lengths of that stretch
+    dim: int = -1  # the dim of the stretch along which the box is a part of it
+    column_start: int = 0  # the begin of the box in that dim
 
     @property
     def elements(self) -> int:
         return prod(self.sizes)
 
-    def of(self, held: Tensor) -> Tensor:
-        """The box as a view of the own elements, which are ``held`` [elements]."""
-        run = held[self.start : self.start + prod(self.run)].view(self.run)
-        return run.narrow(self.dim, self.column, self.sizes[self.dim]) if self.run else run
+    def of(self, local: Tensor) -> Tensor:
+        """The box as a view of the worker's elements ``local`` [elements]."""
+        stretch = local[self.start : self.start + prod(self.stretch)].view(self.stretch)
+        return stretch.narrow(self.dim, self.column_start, self.sizes[self.dim]) if self.stretch else stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +49,31 @@ class Region:
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
         """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order."""
         total = prod(self.sizes)
-        if prod(self.whole) == 0:  # or no worker would have it
-            return [Box(offsets=self.offsets, sizes=self.sizes, start=0, run=self.sizes)]
-        found, at = [], 0
-        for offsets, run in _runs(self.sizes, start, total if stop is None else stop):
+        # A tensor of no elements has one box, or no worker would have it in its files.
+        if prod(self.whole) == 0:
+            return [Box(offsets=self.offsets, sizes=self.sizes, start=0, stretch=self.sizes)]
+        boxes, at = [], 0
+        for offsets, stretch in _stretches(self.sizes, start, total if stop is None else stop):
             shifted = tuple(map(sum, zip(self.offsets, offsets, strict=True)))
-            for column, number, length in self._columns(offsets, run):
-                placed, sizes = self._replaced(shifted, number), self._replaced(run, length)
-                found.append(Box(offsets=placed, sizes=sizes, start=at, run=run, dim=self.dim, column=column))
-            at += prod(run)
-        return found
+            for column_start, number, length in self._columns(offsets, stretch):
+                placed, sizes = self._replaced(shifted, number), self._replaced(stretch, length)
+                box = Box(
+                    offsets=placed, sizes=sizes, start=at, stretch=stretch, dim=self.dim, column_start=column_start
+                )
+                boxes.append(box)
+            at += prod(stretch)
+        return boxes
 
     def _replaced(self, sizes: Sizes, number: int) -> Sizes:
         """The same lengths or indices, with another one in the dim of the columns."""
-        return tuple(number if dim == self.dim % len(sizes) else each for dim, each in enumerate(sizes))
+        return tuple(number if dim == self.dim % len(sizes) else size for dim, size in enumerate(sizes))
 
-    def _columns(self, offsets: Sizes, run: Sizes) -> Iterator[tuple[int, int, int]]:
-        """Runs of consecutive columns: (column in the run, column in the whole tensor, length)."""
-        if not run or self.columns is None:
-            yield 0, self.offsets[self.dim] + offsets[self.dim] if run else 0, run[self.dim] if run else 1
+    def _columns(self, offsets: Sizes, stretch: Sizes) -> Iterator[tuple[int, int, int]]:
+        """Stretches of consecutive columns: (column in the stretch, column in the whole tensor, length)."""
+        if not stretch or self.columns is None:
+            yield 0, self.offsets[self.dim] + offsets[self.dim] if stretch else 0, stretch[self.dim] if stretch else 1
             return
-        numbers = self.columns[offsets[self.dim] : offsets[self.dim] + run[self.dim]]
+        numbers = self.columns[offsets[self.dim] : offsets[self.dim] + stretch[self.dim]]
         begin = 0
         for place in range(1, len(numbers) + 1):
             if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
@@ -82,7 +86,7 @@ def whole_region(sizes: Sequence[int]) -> Region:
     return Region(whole=tuple(sizes), sizes=tuple(sizes), offsets=(0,) * len(sizes))
 
 
-def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+def _stretches(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Elements ``start`` to ``stop`` of a tensor as contiguous boxes: their offsets and lengths."""
     if not sizes and start < stop:
         yield (), ()
@@ -90,11 +94,13 @@ def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
     inner = prod(sizes[1:])
     while start < stop:
         row, begin = divmod(start, inner)
+        # As many whole rows as there are make one box; only the ends of the stretch need boxes of their own
+        # (tests/parallel/test_regions.py: test_a_run_is_few_boxes).
         if rows := 0 if begin else (stop - start) // inner:
             yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
             start += rows * inner
             continue
         end = min(stop - row * inner, inner)
-        for offsets, run in _runs(sizes[1:], begin, end):
-            yield (row, *offsets), (1, *run)
+        for offsets, stretch in _stretches(sizes[1:], begin, end):
+            yield (row, *offsets), (1, *stretch)
         start = row * inner + end

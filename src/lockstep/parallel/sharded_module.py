@@ -60,7 +60,8 @@ class ShardedModule(nn.Module):
         self._firsts = {name: tied[0] for tied in ties for name in tied}
         self._pipeline_group = pipeline_group
         self._tied, self.pipeline = tuple(tied), pipeline
-        self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
+        # In a tuple, so that nn.Module does not register it, which would put a prefix before every name.
+        self._inside = (inside,)
         self._orders = division.orders
         self._plain = {id(parameter): _plain(parameter, receive) for parameter in inside.parameters()}
         self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
@@ -69,12 +70,12 @@ class ShardedModule(nn.Module):
             plain = self._plain
 
             def hand_over() -> None:
-                for each in inside.parameters():
-                    _hand_over(plain[id(each)], each, receive)
+                for parameter in inside.parameters():
+                    _hand_over(plain[id(parameter)], parameter, receive)
 
             pipeline.after_backward = hand_over
             pipeline.weights = frozenset([*plain, *map(id, plain.values())])
-        self._is_fully_sharded = any(_is_divided(each, "data") for each in inside.parameters())
+        self._is_fully_sharded = any(_is_divided(parameter, "data") for parameter in inside.parameters())
         self.training = inside.training
 
     @property
@@ -85,7 +86,7 @@ class ShardedModule(nn.Module):
     def divided(self) -> frozenset[int]:
         """The ids of the plain parameters that tensor ranks divide; the others are whole and equal on all ranks."""
         named = self.inside.parameters()
-        return frozenset(id(self._plain[id(each)]) for each in named if _is_divided(each, "tensor"))
+        return frozenset(id(self._plain[id(parameter)]) for parameter in named if _is_divided(parameter, "tensor"))
 
     def source_of(self, weight: nn.Parameter) -> nn.Parameter | None:
         """The parameter inside that has the memory of a plain one, and gets its gradients first."""
@@ -94,7 +95,7 @@ class ShardedModule(nn.Module):
     def whole(self) -> dict[str, nn.Parameter]:
         """By name, the plain parameters that every tensor rank holds."""
         named = self.inside.named_parameters()
-        return {name: self._plain[id(each)] for name, each in named if not _is_divided(each, "tensor")}
+        return {name: self._plain[id(parameter)] for name, parameter in named if not _is_divided(parameter, "tensor")}
 
     @property
     def tied(self) -> list[nn.Parameter]:
@@ -104,11 +105,11 @@ class ShardedModule(nn.Module):
     def first_name(self, name: str) -> str:
         return self._firsts.get(name, name)
 
-    def own_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> dict[str, Tensor]:
         return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
 
     def regions(self) -> dict[str, Region]:
-        """The regions of ``own_tensors`` in the whole tensors, whose columns are in the model's own order."""
+        """The regions of ``local_tensors`` in the whole tensors, whose columns are in the model's own order."""
         return {name: region_of(value, self._orders.get(name)) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +119,8 @@ class ShardedModule(nn.Module):
                 "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
                 "with ls.Model's fit, evaluate and predict"
             )
+        # FSDP gathers weights in every worker's forward and sums gradients in its backward, so a worker that left its
+        # pass out would keep the others waiting.
         if self._is_fully_sharded and has_no_rows(args, kwargs):
             return call_on_dummy_row(self.inside, args, kwargs)
         return self.inside(*args, **kwargs)
@@ -155,23 +158,24 @@ class ShardedModule(nn.Module):
 
     def described(self) -> dict[str, Tensor]:
         """The whole model's state on the meta device, without values. All stages must call it."""
-        own = {name: (tuple(value.shape), value.dtype) for name, value in self.inside.state_dict().items()}
+        local = {name: (tuple(value.shape), value.dtype) for name, value in self.inside.state_dict().items()}
         group = self._pipeline_group
-        every = [own] if group is None else all_gather_object(group, "the names of the weights", own)
-        found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
-        return {name: torch.empty(found[name][0], dtype=found[name][1], device="meta") for name in self.names}
+        stages = [local] if group is None else all_gather_object(group, "the names of the weights", local)
+        # Reversed, so that of a tied weight the first stage's entry stays.
+        specs = {name: spec for stage in reversed(stages) for name, spec in stage.items()}
+        return {name: torch.empty(specs[name][0], dtype=specs[name][1], device="meta") for name in self.names}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole model's state, a tensor at a time. All workers of a replica must call it, and consume it."""
-        held, described = self.inside.state_dict(), self.described()
+        state, described = self.inside.state_dict(), self.described()
         for name in self.names:
             with torch.no_grad():
-                own = self._in_plain_order(name, held[name].detach()) if name in held else None
-                yield name, self._from_stages(described[name], own)
+                local = self._in_plain_order(name, state[name].detach()) if name in state else None
+                yield name, self._from_stages(described[name], local)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this worker's part of the whole model's state_dict."""
-        own = self.inside.state_dict()
+        local_state = self.inside.state_dict()
         names = set(self.names)
         missing, unknown = names - state_dict.keys(), state_dict.keys() - names
         if strict and (missing or unknown):
@@ -180,8 +184,8 @@ class ShardedModule(nn.Module):
                 "load those of the same model"
             )
         with torch.no_grad():
-            for name in own.keys() & state_dict.keys():
-                self._take(name, own[name], state_dict[name].detach())
+            for name in local_state.keys() & state_dict.keys():
+                self._take(name, local_state[name], state_dict[name].detach())
         return IncompatibleKeys(sorted(missing), sorted(unknown))
 
     def pipeline_trace(self) -> PipelineTrace:
@@ -193,9 +197,9 @@ class ShardedModule(nn.Module):
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
         """Loads this worker's part, if any, of one tensor of a whole model's state_dict."""
-        own = self.inside.state_dict().get(name)
-        if own is not None:
-            self._take(name, own, whole)
+        local = self.inside.state_dict().get(name)
+        if local is not None:
+            self._take(name, local, whole)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """Called by ``.to(device)``; the tensors are on their devices already."""
@@ -204,20 +208,21 @@ class ShardedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("a part of a model belongs to its workers; save its state_dict() instead")
 
-    def _take(self, name: str, own: Tensor, whole: Tensor) -> None:
-        if own.shape != whole.shape:
-            shapes = f"{tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
+    def _take(self, name: str, local: Tensor, whole: Tensor) -> None:
+        if local.shape != whole.shape:
+            shapes = f"{tuple(whole.shape)} in the weights and {tuple(local.shape)} in the model"
             raise CheckpointError(f"{name} has shape {shapes}")
-        _local(own).copy_(local_shard(whole, own, self._orders.get(name)))
+        _local(local).copy_(local_shard(whole, local, self._orders.get(name)))
 
-    def _from_stages(self, described: Tensor, own: Tensor | None) -> Tensor:
+    def _from_stages(self, described: Tensor, local: Tensor | None) -> Tensor:
         """A whole tensor that this stage or another one holds."""
         if self._pipeline_group is None:
-            assert own is not None
-            return own
-        flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
+            assert local is not None
+            return local
+        # Stages that do not hold the tensor take part with no elements, for the gather is a collective of all stages.
+        flat = torch.empty(0, dtype=described.dtype) if local is None else local.reshape(-1)
         stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
-        return next((each for each in stages if each.numel()), flat).view(described.shape)
+        return next((part for part in stages if part.numel()), flat).view(described.shape)
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
         """A tensor whole, in the order of the model's own."""
@@ -232,13 +237,15 @@ def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         if _is_divided(parameter):
+            # A hook on the plain tensor runs only if autograd reaches it by itself. The model computes with the DTensor
+            # inside, so that is a loss that reads the weight (tests/strategies/test_parallel_statistics.py).
             plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
     return plain
 
 
 class _RefusedGradient:
-    """The hook of a part of a weight, to which a backward pass leads only from a loss that reads it by itself.
+    """A hook on a plain part of a weight, which raises: autograd reaches it only from a loss that reads the weight.
 
     It has no reference to the parameter, whose memory a circle would hold.
     """
@@ -269,14 +276,17 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 
 def _hand_over(plain: nn.Parameter, parameter: Tensor, receive: Receive) -> None:
-    with DisableTorchFunction():  # or the step guard would take this for a read by the step
+    # The step guard would take this look at .grad for a read by the step.
+    with DisableTorchFunction():
         gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter it is
+        # one.
         gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
-        own, divided = _local(gradient), _is_divided(parameter)
+        local, divided = _local(gradient), _is_divided(parameter)
         with DisableTorchFunction():
-            receive(plain, own, divided)
+            receive(plain, local, divided)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -55,14 +55,16 @@ class AttributeRead:
 
 def outline(module: nn.Module) -> nn.Module:
     """A copy of a module's structure, whose weights are on the meta device; what is no module or tensor is aliased."""
-    known: dict[int, Any] = {}
+    # A memo tells deepcopy what it need not copy: attributes that are no modules or tensors stay the same objects, and
+    # tensors become blanks, so that a trace of a model of any size takes no memory.
+    memo: dict[int, Any] = {}
     for part in module.modules():
-        known |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
+        memo |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
     for tensor in (*module.parameters(), *module.buffers()):
         blank = torch.empty_like(tensor, device="meta")
         is_weight = isinstance(tensor, nn.Parameter)
-        known[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
-    return deepcopy(module, known)
+        memo[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
+    return deepcopy(module, memo)
 
 
 def trace_stages(
@@ -113,7 +115,7 @@ def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 
 
 # fx traces x += 1 as x = x + 1, which other names of x do not see.
-_Proxy = type("_Proxy", (fx.Proxy,), {f"__{each.__name__}__": _in_place(each) for each in IN_PLACE})
+_Proxy = type("_Proxy", (fx.Proxy,), {f"__{function.__name__}__": _in_place(function) for function in IN_PLACE})
 
 
 class _StageTracer(fx.Tracer):
@@ -134,7 +136,9 @@ class _StageTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if threading.get_ident() != self._thread:  # torch.fx watches the calls of modules in all threads
+        # torch.fx patches nn.Module.__call__ for the whole process while it traces, so calls of other threads, such as
+        # a prefetching one, come here too.
+        if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         name = _plain_name(self.path_of_module(m))
         if name in self._numbers and name not in self.begun:
@@ -148,17 +152,20 @@ class _StageTracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        made: fx.Proxy = _Proxy(node, self)
-        return made
+        proxy: fx.Proxy = _Proxy(node, self)
+        return proxy
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Has what an ``assert`` looks at checked whenever its stage computes; no other branch can be traced."""
+        """Puts the condition of an ``assert`` into the graph, to be checked there. Other branches cannot be traced."""
+        # The truth of a value is asked for by a branch, which a graph cannot have, or by an assert, which it can. Only
+        # the bytecode of the calling frame tells them apart.
         if not _is_asserted(sys._getframe(2)):  # the frame of the code that is traced, which called __bool__
             return super().to_bool(obj)
         self.create_proxy("call_function", _check_assertion, (obj,), {})
         return True
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        # A graph has operators and no blocks: it would compute with gradients what torch.no_grad surrounds.
         if _settings() != self._settings:
             raise UsageError("a block of torch.no_grad, torch.autocast or checkpoint is not kept in a trace")
         node = super().create_node(*args, **kwargs)
@@ -182,8 +189,8 @@ def _keeping(parts: Iterable[nn.Module]) -> Iterator[None]:
     """A block after which modules are as before; an attribute that was set is an error, which a graph would not set."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
     yield
-    for part, own, buffers in before:
-        changed = [name for name, value in vars(part).items() if value is not own.get(name, _MISSING)]
+    for part, attributes, buffers in before:
+        changed = [name for name, value in vars(part).items() if value is not attributes.get(name, _MISSING)]
         for name, value in part._buffers.items():
             if value is not buffers.get(name, _MISSING) and not _is_changed_in_place(value):
                 changed.append(name)
@@ -194,7 +201,7 @@ def _keeping(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _noting_reads(module: nn.Module, read: list[AttributeRead]) -> Iterator[None]:
-    """A block in which what is read of the attributes of modules is noted, apart from those that all modules have."""
+    """A block that notes in ``read`` the attributes of modules that code reads, except those that all modules have."""
     names = {part: name for name, part in module.named_modules()}
 
     def noting(part: nn.Module, attribute: str) -> Any:
@@ -204,9 +211,11 @@ def _noting_reads(module: nn.Module, read: list[AttributeRead]) -> Iterator[None
         return value
 
     def noted(kind: type[nn.Module]) -> type[nn.Module]:
-        own = {"__getattribute__": noting, "__module__": kind.__module__}
-        return new_class(kind.__name__, (kind,), exec_body=lambda members: members.update(own))
+        overrides = {"__getattribute__": noting, "__module__": kind.__module__}
+        return new_class(kind.__name__, (kind,), exec_body=lambda members: members.update(overrides))
 
+    # Python looks __getattribute__ up on the class, so an instance cannot have its own: each module is of a subclass
+    # for as long as the trace runs.
     kinds = {part: type(part) for part in names if not isinstance(part, torch.jit.ScriptModule)}
     classes = {kind: noted(kind) for kind in set(kinds.values())}
     for part, kind in kinds.items():
@@ -238,9 +247,11 @@ def _settings() -> tuple[Any, ...]:
 
 def _is_asserted(frame: FrameType) -> bool:
     """Whether the truth of a value is about to be asserted."""
-    coming = (each.opname for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    instructions = (
+        instruction.opname for instruction in dis.get_instructions(frame.f_code) if instruction.offset >= frame.f_lasti
+    )
     # From Python 3.13 on a comparison may take the truth of what it found itself.
-    names = [name for name in coming if name not in ("COMPARE_OP", "TO_BOOL", "EXTENDED_ARG")][:2]
+    names = [name for name in instructions if name not in ("COMPARE_OP", "TO_BOOL", "EXTENDED_ARG")][:2]
     return names[0].endswith("IF_TRUE") and names[1] == "LOAD_ASSERTION_ERROR"
 
 
@@ -252,7 +263,7 @@ def _check_assertion(value: Any) -> None:
 def _place_of(error: Exception) -> str:
     """The line of the traced code that failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    traced = [each for each in frames if "fx" not in Path(each.filename).parts and each.filename != __file__]
+    traced = [frame for frame in frames if "fx" not in Path(frame.filename).parts and frame.filename != __file__]
     return f"{Path(traced[-1].filename).name}:{traced[-1].lineno}" if traced else "its call"
 
 

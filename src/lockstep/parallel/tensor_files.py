@@ -36,6 +36,7 @@ class TensorShard:
     def __init__(
         self, tensor: Tensor, region: Region | None = None, *, start: int = 0, boxes: list[Box] | None = None
     ) -> None:
+        # contiguous() copies a tensor in another memory format, such as channels_last; ``finish_read`` copies back.
         self._tensor = tensor.detach()
         self._flat = self._tensor.contiguous().view(-1)
         self._region = whole_region(tensor.shape) if region is None else region
@@ -89,19 +90,20 @@ class TensorReader:
         self.tensors: dict[str, Tensor] = {}
         stored: dict[str, int] = {}
         if files is None:
-            files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
+            files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.suffix == SUFFIX)
         for file in files:
             chunks = self._chunks.setdefault(file, [])
             with _opened(file) as opened:
                 places = json.loads((opened.metadata() or {}).get(PLACES, "{}"))
                 for key in opened.keys():  # noqa: SIM118  it is not a dict
-                    own = opened.get_slice(key)
-                    sizes = tuple(own.get_shape())
+                    tensor_slice = opened.get_slice(key)
+                    sizes = tuple(tensor_slice.get_shape())
                     offsets = tuple(places[key][OFFSETS]) if key in places else (0,) * len(sizes)
                     chunks.append(_Chunk(key, key, offsets, sizes))
                     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                     ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
-                    dtype = uninterrupted(own.__getitem__, tuple(slice(0, 0) for _ in sizes)).dtype
+                    # safetensors names dtypes in its own words; an empty slice has torch's, and reads nothing.
+                    dtype = uninterrupted(tensor_slice.__getitem__, tuple(slice(0, 0) for _ in sizes)).dtype
                     self.tensors[key] = torch.empty(ends, dtype=dtype, device="meta")
                     # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
                     stored[key] = stored.get(key, 0) + prod(sizes)
@@ -121,33 +123,38 @@ class TensorReader:
                 if (first := parts.get(chunk.name)) is None:
                     continue
                 more = len(first) - len(chunk.sizes)
-                offsets = [begin + own for begin, own in zip(first, (0,) * more + chunk.offsets, strict=True)]
+                offsets = [begin + offset for begin, offset in zip(first, (0,) * more + chunk.offsets, strict=True)]
                 sizes = (1,) * more + chunk.sizes
-                ends = [max(end, own + size) for end, own, size in zip(ends, offsets, sizes, strict=True)]
+                ends = [max(end, offset + size) for end, offset, size in zip(ends, offsets, sizes, strict=True)]
                 self._chunks[file][number] = replace(chunk, name=name, offsets=tuple(offsets), sizes=sizes)
         merged = [self.tensors.pop(key) for key in parts]
         self.tensors[name] = torch.empty(ends, dtype=merged[0].dtype, device="meta")
 
-    def read(self, wanted: Mapping[str, TensorShard]) -> None:
-        """Reads into the boxes of ``wanted``, by key, and converts to their dtypes. Raises as the constructor does."""
+    def read(self, shards: Mapping[str, TensorShard]) -> None:
+        """Reads into the boxes of ``shards``, by key, and converts to their dtypes. Raises as the constructor does."""
         for file, chunks in self._chunks.items():
-            if not (found := [chunk for chunk in chunks if chunk.name in wanted]):
+            if not (matches := [chunk for chunk in chunks if chunk.name in shards]):
                 continue
             with _opened(file) as opened:
-                for chunk in found:
+                for chunk in matches:
+                    # The file is mapped, so a chunk is not in memory before it is copied from.
                     stored = uninterrupted(opened.get_tensor, chunk.key).view(chunk.sizes)
-                    shard = wanted[chunk.name]
+                    shard = shards[chunk.name]
                     for box in shard.boxes:
                         _copy_overlap(stored, chunk.offsets, chunk.sizes, box, shard.view(box))
-        for shard in wanted.values():
+        for shard in shards.values():
             shard.finish_read()
 
     def read_all(self, *, without: Collection[str] = ()) -> dict[str, Tensor]:
         """Returns all tensors but those of some keys, whole and contiguous, on the CPU."""
-        left = frozenset(without)
-        found = {key: torch.empty_like(each, device="cpu") for key, each in self.tensors.items() if key not in left}
-        self.read({key: TensorShard(tensor) for key, tensor in found.items()})
-        return found
+        excluded_keys = frozenset(without)
+        tensors = {
+            key: torch.empty_like(blank, device="cpu")
+            for key, blank in self.tensors.items()
+            if key not in excluded_keys
+        }
+        self.read({key: TensorShard(tensor) for key, tensor in tensors.items()})
+        return tensors
 
     def files_of(self, key: str) -> list[Path]:
         return [file for file, chunks in self._chunks.items() if any(chunk.name == key for chunk in chunks)]
@@ -183,12 +190,12 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _copy_overlap(stored: Tensor, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
     """Copies to ``target``, the view of a box, what a chunk that begins at ``offsets`` has of it."""
-    here: list[slice] = []
-    there: list[slice] = []
+    target_slices: list[slice] = []
+    stored_slices: list[slice] = []
     for offset, size, begin, length in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
         first, end = max(offset, begin), min(offset + size, begin + length)
         if first >= end:
             return
-        here.append(slice(first - begin, end - begin))
-        there.append(slice(first - offset, end - offset))
-    target[tuple(here)].copy_(stored[tuple(there)])
+        target_slices.append(slice(first - begin, end - begin))
+        stored_slices.append(slice(first - offset, end - offset))
+    target[tuple(target_slices)].copy_(stored[tuple(stored_slices)])

@@ -26,15 +26,16 @@ class DeviceRng:
         self._common: int | None = None  # the seed of all ranks, while the generator has the rank's own
 
     @contextmanager
-    def switched(self, *, own: bool) -> Iterator[None]:
+    def switched(self, *, of_rank: bool) -> Iterator[None]:
         """A block that draws the rank's own numbers, or those of all ranks."""
         generator = self._default()
         before, common = generator.initial_seed(), self._common
-        if own and common is None:
+        if of_rank and common is None:
             self._common = before
+            # Seeds that differ by the rank alone, such as seed + rank, could be another replica's seed.
             digest = hashlib.sha256(f"{before}/{self._rank}".encode()).digest()
             _seed(generator, int.from_bytes(digest[:8], "little", signed=True))
-        elif not own and common is not None:
+        elif not of_rank and common is not None:
             self._common = None
             _seed(generator, common)
         try:
@@ -47,6 +48,8 @@ class DeviceRng:
 def _seed(generator: torch.Generator, seed: int) -> None:
     """Sets another seed, at the same offset."""
     if generator.initial_seed() != seed % 2**64:
+        # The offset goes on through both seeds, so no number is drawn twice, and setting the generator's state back
+        # repeats both kinds of draws, as gradient checkpointing needs (tests/parallel/test_tp_rng.py).
         offset = generator.get_offset()
         generator.manual_seed(seed)
         generator.set_offset(offset)
@@ -58,34 +61,37 @@ class TensorParallelRng:
     def __init__(self, generator: torch.Generator, on_gpu: DeviceRng | None = None) -> None:
         self.generator = generator
         self._on_gpu = on_gpu
-        self._own = self._applied = False
-        self._random = ReplicaRng(generator, applies=lambda: self._own and in_replica())
+        self._is_of_rank = self._applied = False
+        self._random = ReplicaRng(generator, applies=lambda: self._is_of_rank and in_replica())
 
-    def apply_to(self, module: nn.Module, own: Iterable[str], common: Iterable[str]) -> None:
-        """Has the parts named in ``own`` draw the rank's own numbers, but for those inside them named in ``common``."""
-        for name, is_own in [*((name, True) for name in own), *((name, False) for name in common)]:
+    def apply_to(self, module: nn.Module, rank_modules: Iterable[str], common: Iterable[str]) -> None:
+        """Has the ``rank_modules`` draw this rank's numbers, except the ``common`` modules inside them."""
+        for name, of_rank in [*((name, True) for name in rank_modules), *((name, False) for name in common)]:
             self._applied = True
-            self._wrap(module.get_submodule(name), own=is_own)
+            self._wrap(module.get_submodule(name), of_rank=of_rank)
 
     @contextmanager
     def with_replica(self) -> Iterator[None]:
         """Goes around a replica's run: what restores its generator, as checkpointing does, restores this one too."""
+        # Gradient checkpointing restores the replica's generator to compute a layer again. Without its companion a rank
+        # would drop other units in the second forward (tests/strategies/test_parallel_recomputed.py).
         token = companion_generators.set((self.generator,) if self._applied else ())
         try:
             yield
         finally:
             companion_generators.reset(token)
 
-    def _wrap(self, part: nn.Module, *, own: bool) -> None:
+    def _wrap(self, part: nn.Module, *, of_rank: bool) -> None:
         forward = part.forward
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before, self._own = self._own, own
-            on_gpu = nullcontext() if self._on_gpu is None else self._on_gpu.switched(own=own)
+            before, self._is_of_rank = self._is_of_rank, of_rank
+            on_gpu = nullcontext() if self._on_gpu is None else self._on_gpu.switched(of_rank=of_rank)
             try:
-                with self._random if own else nullcontext(), on_gpu:
+                with self._random if of_rank else nullcontext(), on_gpu:
                     return forward(*args, **kwargs)
             finally:
-                self._own = before
+                self._is_of_rank = before
 
+        # On the object and not as a wrapping module, which would change the names in the state_dict.
         part.forward = wrapped

@@ -43,22 +43,23 @@ class VocabShard:
         return min(self.rank * self.most, self.size)
 
     @property
-    def own(self) -> int:  # the size of this rank's range
+    def local_size(self) -> int:  # the size of this rank's range
         return min(self.most, self.size - self.begin)
 
     def cut(self, logits: Tensor, dim: int) -> Tensor:
         """This rank's part of whole logits, with the vocabulary along ``dim``."""
-        return logits.narrow(dim, self.begin, self.own)
+        return logits.narrow(dim, self.begin, self.local_size)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """All-gathers the logits, without autograd. All ranks must call it."""
+        # Padded to the largest range: all_gather takes tensors of one shape.
         first = part.detach().movedim(dim, 0)
         padded = first.new_zeros(self.most, *first.shape[1:])
-        padded[: self.own] = first
+        padded[: self.local_size] = first
         parts = [torch.empty_like(padded) for _ in range(self.ranks)]
         if padded.numel():
             dist.all_gather(parts, padded, group=self.group)
-        whole = torch.cat([each.movedim(0, dim) for each in parts], dim)
+        whole = torch.cat([shard.movedim(0, dim) for shard in parts], dim)
         return whole.narrow(dim, 0, self.size).contiguous()  # the padding is at the end
 
     def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -73,27 +74,30 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, targets: Tensor, vocabulary: VocabShard, dim: int) -> tuple[Tensor, Tensor]:
         with torch.autocast(part.device.type, enabled=False):
+            # F.cross_entropy computes in float32 under autocast, and the shifted logits need its range here too.
             logits = part if part.dtype in (torch.float32, torch.float64) else part.float()
-            logits = logits if vocabulary.own else _lowest(logits, dim)
+            # torch's amax refuses a dimension of no elements, and a rank may have no token.
+            logits = logits if vocabulary.local_size else _lowest(logits, dim)
             shifted = logits - vocabulary.reduce(logits.amax(dim, keepdim=True), dist.ReduceOp.MAX)
             place = (targets - vocabulary.begin).unsqueeze(dim)
-            here = (place >= 0) & (place < vocabulary.own)
-            place = torch.where(here, place, 0)
-            picked = torch.where(here, shifted.gather(dim, place), 0)
+            is_local = (place >= 0) & (place < vocabulary.local_size)
+            place = torch.where(is_local, place, 0)
+            picked = torch.where(is_local, shifted.gather(dim, place), 0)
+            # In place, and one all-reduce for both sums: the logits of a rank are often its largest tensor.
             powers = shifted.exp_()
             spread, picked = vocabulary.reduce(torch.stack([powers.sum(dim, keepdim=True), picked]))
             softmax = powers.div_(spread)
-        ctx.save_for_backward(softmax, place, here)
-        ctx.dim, ctx.dtype, ctx.own = dim, part.dtype, vocabulary.own
+        ctx.save_for_backward(softmax, place, is_local)
+        ctx.dim, ctx.dtype, ctx.local_size = dim, part.dtype, vocabulary.local_size
         return spread.log().squeeze(dim), picked.squeeze(dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_spread: Tensor, to_picked: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, place, here = ctx.saved_tensors
+        softmax, place, is_local = ctx.saved_tensors
         gradient = softmax * to_spread.unsqueeze(ctx.dim)
-        gradient.scatter_add_(ctx.dim, place, torch.where(here, to_picked.unsqueeze(ctx.dim), 0))
-        return gradient.narrow(ctx.dim, 0, ctx.own).to(ctx.dtype), None, None, None
+        gradient.scatter_add_(ctx.dim, place, torch.where(is_local, to_picked.unsqueeze(ctx.dim), 0))
+        return gradient.narrow(ctx.dim, 0, ctx.local_size).to(ctx.dtype), None, None, None
 
 
 def _lowest(logits: Tensor, dim: int) -> Tensor:
@@ -102,7 +106,8 @@ def _lowest(logits: Tensor, dim: int) -> Tensor:
 
 
 def _check(targets: Tensor, counts: Tensor, size: int) -> None:
-    if targets.is_cuda:  # as F.cross_entropy: the host does not wait for the device
+    # As F.cross_entropy does on a GPU: the device checks, and the host does not wait for it.
+    if targets.is_cuda:
         compat.assert_async((~counts | ((targets >= 0) & (targets < size))).all())
         return
     wrong = targets[counts & ((targets < 0) | (targets >= size))]
@@ -139,39 +144,40 @@ class VocabParallelLogits(Tensor):
     part: Tensor  # this rank's logits
     vocabulary: VocabShard
     vocab_dim: int  # the dimension of the vocabulary
-    known_whole: Tensor | None  # the gathered logits, once they have been gathered
+    gathered: Tensor | None  # the gathered logits, once they have been gathered
 
     @staticmethod
     def over(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
         """Makes a tensor with the whole shape and no memory of its own."""
         sizes = [*part.shape[:dim], vocabulary.size, *part.shape[dim + 1 :]]
-        made: VocabParallelLogits
-        made = compat.make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
-        made.part, made.vocabulary, made.vocab_dim, made.known_whole = part, vocabulary, dim, None
-        return made
+        logits: VocabParallelLogits
+        logits = compat.make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
+        logits.part, logits.vocabulary, logits.vocab_dim, logits.gathered = part, vocabulary, dim, None
+        return logits
 
     @property
     def divided(self) -> bool:
         """Whether the logits have not been gathered yet."""
-        return self.known_whole is None
+        return self.gathered is None
 
     def whole(self) -> Tensor:
         """The gathered logits as a plain tensor, the same one at each call. All ranks must call it."""
-        if self.known_whole is None:
-            with torch.enable_grad():  # as for the part, independent of the first caller's mode
-                self.known_whole = _gathered(self.part, self.vocabulary, self.vocab_dim)
-        return self.known_whole
+        if self.gathered is None:
+            # The gathered tensor is kept for later callers, so it has a graph whatever the mode of the first one.
+            with torch.enable_grad():
+                self.gathered = _gathered(self.part, self.vocabulary, self.vocab_dim)
+        return self.gathered
 
     def values(self) -> Tensor:
-        if self.known_whole is not None:
-            return self.known_whole.detach()
+        if self.gathered is not None:
+            return self.gathered.detach()
         return self.vocabulary.gather(self.part, self.vocab_dim)
 
     def detach_logits(self) -> VocabParallelLogits:
         """``detach_``, which a pipeline calls after a microbatch."""
         self.part = self.part.detach()
-        if self.known_whole is not None:
-            self.known_whole = self.known_whole.detach()
+        if self.gathered is not None:
+            self.gathered = self.gathered.detach()
         with compat.DisableTorchFunctionSubclass():
             self.detach_()
         return self
@@ -180,19 +186,19 @@ class VocabParallelLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func in _ABOUT_THE_SHAPE:
             with compat.DisableTorchFunctionSubclass():
-                return func(*args, **given)
+                return func(*args, **keywords)
         if args and isinstance(args[0], VocabParallelLogits):
             if func in _ON_PARTS and args[0].divided:
-                result = _ON_PARTS[func](func, *args, **given)
+                result = _ON_PARTS[func](func, *args, **keywords)
                 if result is not NotImplemented:
                     return result
             if func is Tensor.detach_:
                 return args[0].detach_logits()
             _refuse_changes(getattr(func, "__name__", ""))
-        return func(*gather_logits(args), **gather_logits(given))
+        return func(*gather_logits(args), **gather_logits(keywords))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
@@ -201,12 +207,12 @@ class VocabParallelLogits(Tensor):
         """Operators below autograd, such as those in a user's torch.autograd.Function."""
         if func is torch.ops.aten.detach.default and args[0].divided:
             return VocabParallelLogits.over(args[0].part.detach(), args[0].vocabulary, args[0].vocab_dim)
-        if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
+        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
             raise UsageError(_NO_CHANGE)
-        args, given = compat.tree_map(
+        args, keywords = compat.tree_map(
             lambda leaf: leaf.values() if isinstance(leaf, VocabParallelLogits) else leaf, (args, dict(kwargs or {}))
         )
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
 class _Whole(torch.autograd.Function):
@@ -231,9 +237,10 @@ def _gathered(part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
 
 
 def _divided(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
-    made: VocabParallelLogits = _Whole.apply(part, vocabulary, dim, False)  # type: ignore[no-untyped-call]
-    made.part = part  # with its autograd history, which a Function's forward does not see
-    return made
+    logits: VocabParallelLogits = _Whole.apply(part, vocabulary, dim, False)  # type: ignore[no-untyped-call]
+    # With its autograd history, which a Function's forward does not see.
+    logits.part = part
+    return logits
 
 
 def has_sharded_logits(values: Any) -> bool:
@@ -272,7 +279,8 @@ def _cast(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> 
 
 
 def _permuted(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-    numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")  # its sizes identify its dimensions
+    # The sizes 1, 2, 3, ... identify the dimensions, so torch itself says where the vocabulary goes.
+    numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")
     dim = list(func(numbered, *args, **kwargs).shape).index(logits.vocab_dim + 1)
     return _divided(func(logits.part, *args, **kwargs), logits.vocabulary, dim)
 
@@ -283,37 +291,38 @@ def _reshaped(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any)
         return NotImplemented
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     size = logits.vocabulary.size
+    # With one token in the vocabulary another dimension of size 1 could be the last one.
     if not shape or shape[-1] != size or size == 1:
         return NotImplemented
-    part = logits.part.reshape(*shape[:-1], logits.vocabulary.own)
+    part = logits.part.reshape(*shape[:-1], logits.vocabulary.local_size)
     return _divided(part, logits.vocabulary, part.ndim - 1)
 
 
 def _indexed(func: Any, logits: VocabParallelLogits, index: Any) -> Any:
     """An index into the dimensions before the vocabulary's."""
     parts = index if isinstance(index, tuple) else (index,)
-    if logits.vocab_dim != logits.ndim - 1 or not all(_is_index(each) for each in parts):
+    if logits.vocab_dim != logits.ndim - 1 or not all(_is_index(item) for item in parts):
         return NotImplemented
-    used = sum(_dims_of(each) for each in parts)
+    dims = sum(_dims_of(item) for item in parts)
     whole_vocabulary = isinstance(parts[-1], slice) and parts[-1] == slice(None) if parts else False
     open_end = parts and parts[-1] is Ellipsis
-    behind = any(each is Ellipsis for each in parts) and not open_end
-    if (used >= logits.ndim or behind) and not whole_vocabulary:
+    behind = any(item is Ellipsis for item in parts) and not open_end
+    if (dims >= logits.ndim or behind) and not whole_vocabulary:
         return NotImplemented
     part = func(logits.part, index)
     return _divided(part, logits.vocabulary, part.ndim - 1)
 
 
-def _is_index(each: Any) -> bool:
-    if isinstance(each, Tensor):
-        return type(each) is Tensor and not each.is_floating_point()
-    return each is None or each is Ellipsis or (isinstance(each, (int, slice)) and not isinstance(each, bool))
+def _is_index(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return type(item) is Tensor and not item.is_floating_point()
+    return item is None or item is Ellipsis or (isinstance(item, (int, slice)) and not isinstance(item, bool))
 
 
-def _dims_of(each: Any) -> int:
-    if each is None or each is Ellipsis:
+def _dims_of(item: Any) -> int:
+    if item is None or item is Ellipsis:
         return 0
-    return each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+    return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
 def _argmax(func: Any, logits: VocabParallelLogits, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -322,14 +331,15 @@ def _argmax(func: Any, logits: VocabParallelLogits, dim: int | None = None, keep
         return NotImplemented
     dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part.detach()
     # A rank with an empty range contributes -inf, which never wins: earlier ranks win ties.
-    best, token = (part if vocabulary.own else _lowest(part, dim)).max(dim)
-    found = torch.stack([best.double(), (token + vocabulary.begin).double()])  # exact for every logit and token id
-    every = [torch.empty_like(found) for _ in range(vocabulary.ranks)]
-    if found.numel():
-        dist.all_gather(every, found, group=vocabulary.group)
-    largest, tokens = torch.stack(every).unbind(1)
-    chosen: Tensor = tokens.gather(0, largest.argmax(0, keepdim=True))[0].long()
-    return chosen.unsqueeze(dim) if keepdim else chosen
+    best, token = (part if vocabulary.local_size else _lowest(part, dim)).max(dim)
+    # One message for both; float64 is exact for every logit and token id.
+    candidates = torch.stack([best.double(), (token + vocabulary.begin).double()])
+    gathered = [torch.empty_like(candidates) for _ in range(vocabulary.ranks)]
+    if candidates.numel():
+        dist.all_gather(gathered, candidates, group=vocabulary.group)
+    largest, tokens = torch.stack(gathered).unbind(1)
+    winner: Tensor = tokens.gather(0, largest.argmax(0, keepdim=True))[0].long()
+    return winner.unsqueeze(dim) if keepdim else winner
 
 
 def _cross_entropy(
@@ -346,16 +356,18 @@ def _cross_entropy(
     """With the same bits on all ranks. All must call it, with the same targets."""
     dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part
     shape = [*logits.shape[:dim], *logits.shape[dim + 1 :]]
+    # Class probabilities, label smoothing and other forms gather the logits: NotImplemented says so to the caller.
     plain = type(target) is Tensor and target.dtype == torch.long and list(target.shape) == shape
     usual = size_average is None and reduce is None and reduction in ("none", "sum", "mean") and not label_smoothing
     if dim != (1 if logits.ndim > 1 else 0) or not plain or not usual:
         return NotImplemented
     counts = target != ignore_index
     _check(target, counts, vocabulary.size)
-    known = torch.where(counts, target, 0)
-    spread, picked = _Sums.apply(part, known, vocabulary, dim)  # type: ignore[no-untyped-call]
-    weights = counts.to(spread.dtype) if weight is None else torch.where(counts, weight[known], 0).to(spread.dtype)
+    labels = torch.where(counts, target, 0)
+    spread, picked = _Sums.apply(part, labels, vocabulary, dim)  # type: ignore[no-untyped-call]
+    weights = counts.to(spread.dtype) if weight is None else torch.where(counts, weight[labels], 0).to(spread.dtype)
     values = torch.where(counts, (spread - picked) * weights, 0)
+    # F.cross_entropy returns the dtype of the logits, and float32 under autocast.
     if part.dtype != values.dtype and not torch.is_autocast_enabled(part.device.type):
         values = values.to(part.dtype)
     if reduction == "none":

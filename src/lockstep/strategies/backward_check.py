@@ -20,7 +20,9 @@ from torch import Tensor
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
 
-# Names of functions in the autograd graph.
+# Names of functions in the autograd graph, as torch 2.13 has them. A graph has no other description of what its nodes
+# compute. If torch renames one, the warnings that depend on it are missing, and tests/strategies/test_backward_check.py
+# fails.
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
@@ -57,19 +59,23 @@ class Passes:
     calls_collectives: bool = False
     """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
     batch, of labels or events, that happens to be the number of the shard's rows."""
-    _seen: list[Any] = field(default_factory=list)
+    _roots: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
-        """A backward pass is about to begin. ``saved`` tensors are not looked at if hooks would compute them anew."""
+        """Notes the losses of a backward pass that is about to begin.
+
+        ``saved`` says whether saved tensors may be read: hooks may compute them anew.
+        """
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
-            if root is not None and not any(root is each for each in self._seen):
-                self._seen.append(root)
+            # A loss that is differentiated twice, with retain_graph=True, is one loss.
+            if root is not None and not any(root is earlier for earlier in self._roots):
+                self._roots.append(root)
                 self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
                 self._add(_terms(root), saved=saved)
 
     def begins_again_at(self, tensors: Any) -> None:
-        """A backward pass of a later run is about to begin. The graph of a loss of one term is not walked through."""
+        """Notes the losses of a backward pass in a later run. The graph of a loss of one term is not walked through."""
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None:
@@ -82,20 +88,20 @@ class Passes:
         self.losses.append(terms)
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
-        roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, Tensor) and each.grad_fn]
+        """Notes the gradients that ``torch.autograd.grad`` returns at ``line``, except those of a loss of one row."""
+        roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
-            self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, Tensor)]
+            self.gradients[line] = [gradient for gradient in _listed(gradients) if isinstance(gradient, Tensor)]
 
     def forget_graphs(self) -> None:
-        """Lets go of the graphs that have been looked at."""
-        self._seen.clear()
+        """Releases the graphs of the losses."""
+        self._roots.clear()
 
     def summed(self, value: Tensor) -> None:
-        """The step sums a tensor over the replicas."""
+        """Notes that the step sums a tensor over the replicas. Gradients that it sums need no warning."""
         self.calls_collectives = True
         for line, gradients in list(self.gradients.items()):
-            if any(value is each or value.shape == each.shape for each in gradients):
+            if any(value is gradient or value.shape == gradient.shape for gradient in gradients):
                 del self.gradients[line]
 
 
@@ -113,7 +119,7 @@ def is_mean_of(outputs: Any, *, rows: int) -> bool:
 def loss_warnings(
     passes: Sequence[Passes], rows: Sequence[int | None], replicas: int, *, mixing: Mixing | None, cycle: int
 ) -> Iterator[str]:
-    """What is to be said of a step's losses.
+    """Yields the warnings about a step's losses.
 
     Args:
         passes: of each local replica.
@@ -122,23 +128,23 @@ def loss_warnings(
         mixing: what was found of rows.
         cycle: the number of runs whose gradients are accumulated for an update; 0 while it is not known.
     """
-    known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
-    side_by_side = list(_side_by_side([each.losses for each, _ in known]))
-    counts = [count for _, count in known]
-    enough = len(known) >= min(2, len(rows))
+    active = [(replica_passes, count) for replica_passes, count in zip(passes, rows, strict=True) if count]
+    side_by_side = list(_side_by_side([replica_passes.losses for replica_passes, _ in active]))
+    counts = [count for _, count in active]
+    enough = len(active) >= min(2, len(rows))
     # A step may divide each of its losses by their number.
     divisors = {1, cycle, cycle * len(side_by_side)} if cycle else range(1, _LONGEST_CYCLE)
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )
-    quotient = enough and all(each.is_quotient for each, _ in known)
+    quotient = enough and all(replica_passes.is_quotient for replica_passes, _ in active)
     if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
             'compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
             "global_batch_size=rows), which divides by the global batch"
         )
-    if len(known) >= 2 and _counts_for_each(side_by_side, replicas):
+    if len(active) >= 2 and _counts_for_each(side_by_side, replicas):
         yield (
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
@@ -146,7 +152,7 @@ def loss_warnings(
     combined = mixing is not None and not (is_mean and mixing.is_mean)
     if combined or (quotient and not is_mean):
         yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
-    lines = dict.fromkeys(line for each in passes for line in each.gradients)
+    lines = dict.fromkeys(line for replica_passes in passes for line in replica_passes.gradients)
     if lines:
         yield (
             f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
@@ -189,7 +195,7 @@ def _is_mean_over_shards(
 
 
 def _counts_for_each(side_by_side: Sequence[Sequence[Term]], replicas: int) -> bool:
-    """Whether a term of a loss is the same in all replicas, and not divided among them."""
+    """Whether a term of a loss is equal in all replicas, and is not divided by their number."""
     same = [terms for terms in side_by_side if terms[0].digest is not None and len({t.digest for t in terms}) == 1]
     if len(same) == len(side_by_side):
         return False  # so are the shards
@@ -210,9 +216,9 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
         if not waiting:
             return
         node, factors = waiting.pop()
-        name, following = _name(node), [each for each, _ in node.next_functions if each is not None]
+        name, following = _name(node), [child for child, _ in node.next_functions if child is not None]
         if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
-            waiting += [(each, factors) for each in following]
+            waiting += [(child, factors) for child in following]
         elif name.startswith(_SCALES) and len(following) == 1:
             waiting.append((following[0], (*factors, *_factor(node))))
         else:
@@ -220,7 +226,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
 
 
 def _factor(node: Any) -> Iterator[float]:
-    """By what a product or quotient of one node's result multiplies it."""
+    """Yields the number by which a product or quotient multiplies the result of its one node, if it is saved."""
     for name in ("_saved_other", "_saved_self"):
         value = _saved(node, name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -250,6 +256,7 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
     if name.startswith(_MEANS):
         sizes = _saved(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
+        # A mean of a stack or a list of losses is one over losses and not over rows.
         if not sizes or (child is not None and _name(child).startswith(_LISTS)):
             return None
         size = int(sizes[0])
@@ -257,41 +264,43 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
         return size if name.startswith("MeanBackward") or by_hand else None
     if not saved or _saved(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
-    given = _saved(node, "_saved_self")
-    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else None
+    inputs = _saved(node, "_saved_self")
+    return int(inputs.shape[0]) if isinstance(inputs, Tensor) and inputs.ndim else None
 
 
 def _digest(root: Any) -> int | None:
-    """Of what a term's gradient depends on, if weights and saved tensors are all of it."""
-    digest, weights, binary, kept = 0, False, False, False
-    seen, waiting = {root}, [root]
+    """A digest of a term's graph and saved tensors; None if its gradient may depend on anything else."""
+    digest, weights, binary, has_tensors = 0, False, False, False
+    visited, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        if len(seen) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
+        # A Function of Python may compute with anything that it does not save.
+        if len(visited) > _NODES or isinstance(node, _OF_PYTHON):
             return None
         if _name(node) == _LEAF:
             weights = True
             continue
         digest = hash((digest, _name(node)))
-        for attribute in sorted(each for each in dir(node) if each.startswith("_saved_")):
+        for attribute in sorted(name for name in dir(node) if name.startswith("_saved_")):
             try:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [each for each in _listed(value) if isinstance(each, Tensor)]
-            if any(each.numel() == 0 or not each.untyped_storage().size() for each in tensors):  # of no rows, or freed
+            tensors = [item for item in _listed(value) if isinstance(item, Tensor)]
+            # A tensor of no rows, or whose memory is freed, has no values to compare.
+            if any(tensor.numel() == 0 or not tensor.untyped_storage().size() for tensor in tensors):
                 return None
-            kept = kept or any(each.ndim for each in tensors)
-            digest = hash((digest, attribute, *((tuple(each.shape), _sample(each)) for each in tensors)))
+            has_tensors = has_tensors or any(tensor.ndim for tensor in tensors)
+            digest = hash((digest, attribute, *((tuple(tensor.shape), _sample(tensor)) for tensor in tensors)))
             if not tensors:
                 digest = hash((digest, repr(value)))
-        following = [each for each, _ in node.next_functions]
+        following = [child for child, _ in node.next_functions]
         binary = binary or (None in following and not _name(node).startswith(_SCALES))
-        for each in following:
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return digest if weights and (kept or not binary) else None
+        for child in following:
+            if child is not None and child not in visited:
+                visited.add(child)
+                waiting.append(child)
+    return digest if weights and (has_tensors or not binary) else None
 
 
 def _sample(tensor: Tensor) -> int:
@@ -300,8 +309,10 @@ def _sample(tensor: Tensor) -> int:
     Digests of all values of all saved tensors took a quarter of the CPU time of MobileNetV2's first step.
     """
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)  # as it lies in memory, so that flattening copies nothing
-    step = tensor.numel() // _SAMPLED | 1  # odd, so as not to meet the same columns in every row
+        # As it lies in memory, so that flattening copies nothing.
+        tensor = tensor.permute(0, 2, 3, 1)
+    # Odd, so that it does not meet the same columns in every row.
+    step = tensor.numel() // _SAMPLED | 1
     return tensor_digest(tensor.flatten()[::step])
 
 
@@ -314,12 +325,12 @@ def _divides_by_a_sum(root: Any) -> bool:
 
 def _nodes(root: Any) -> Iterator[tuple[str, Any]]:
     """All functions behind a loss, by name."""
-    seen, waiting = {root}, [root]
+    visited, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
         yield _name(node), node
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
+        following = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= following
         waiting += following
 
 
@@ -332,7 +343,7 @@ def _summed_in(node: Any) -> Iterator[int]:
             continue
         name = _name(node)
         if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
-            waiting += [each for each, _ in node.next_functions]
+            waiting += [child for child, _ in node.next_functions]
         elif name.startswith("SumBackward"):
             sizes = _saved(node, "_saved_self_sym_sizes")
             if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
@@ -342,7 +353,7 @@ def _summed_in(node: Any) -> Iterator[int]:
 def _is_weight(node: Any) -> bool:
     """Whether a function gives a weight, or a view of one."""
     while node is not None and _name(node) != _LEAF:
-        following = [each for each, _ in node.next_functions]
+        following = [child for child, _ in node.next_functions]
         if len(following) != 1:
             return False
         node = following[0]
@@ -350,10 +361,11 @@ def _is_weight(node: Any) -> bool:
 
 
 def _goes_over_the_first(node: Any, dims: int) -> bool:
-    given = _saved(node, "_saved_dim")
-    if given is None or given == ():
+    reduced_dims = _saved(node, "_saved_dim")
+    if reduced_dims is None or reduced_dims == ():
         return True
-    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(given))
+    # torch 2.13 saves dims as unsigned numbers: -1 is 2**64 - 1.
+    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(reduced_dims))
 
 
 def _name(node: Any) -> str:

@@ -90,7 +90,7 @@ def current_strategy() -> Strategy | None:
 
 
 class Scope(ContextDecorator):
-    """What ``strategy.scope()`` returns: makes the strategy the ambient one, as often as wanted, also inside itself."""
+    """The context manager of ``strategy.scope()``. It may be entered many times, and inside itself."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -152,7 +152,10 @@ class Strategy(ABC):
         """The number that the system gave each local replica's thread; empty if a replica has none of its own."""
 
     def computing_alike(self) -> AbstractContextManager[None]:
-        """A block outside replicas in which torch rounds alike on every layout of ``replicas=``: on their threads."""
+        """A block outside replicas in which torch rounds alike on every layout of ``replicas=``.
+
+        It uses as many threads as a replica does.
+        """
         alike = self.workers.any_layout and get_replica_context() is None
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
@@ -250,6 +253,7 @@ class Strategy(ABC):
         check_call(fn, args, kwargs, "strategy.run(step, (batch,))")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
+        # One whole replica reads what one device would, so nothing of it need be refused.
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
             self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
@@ -265,22 +269,23 @@ class Strategy(ABC):
         )
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
-        bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs) if distributed else None)
+        # What looks at a run is chosen before the run; in most runs nothing does, and the bodies are the user's own.
+        bodies, first, check = self._with_checks(fn, bodies, rows, (args, kwargs) if distributed else None)
         settled = self._mirrored.settled(len(self.devices))
         with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
             for surround in self._surrounds:
                 in_replica = around.enter_context(surround(self, fn, rows))
-                bodies = [partial(_guarded, in_replica, body) for body in bodies]
+                bodies = [partial(_run_within, in_replica, body) for body in bodies]
             results = merge(self._execute(fn, bodies, rows, notes.note))
         self._mirrored.sum_after_run(self)
         return results
 
-    def _looked_at(
-        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], given: Any
+    def _with_checks(
+        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], arguments: Any
     ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
-        """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks.
+        """Adds a run's checks, if it has any, to its bodies. Returns the bodies and two blocks around the run.
 
-        ``given`` are the arguments, if any of them has a value for each replica; else None.
+        ``arguments`` are the arguments, if any of them has a value for each replica; else None.
         """
         first: AbstractContextManager[None] = nullcontext()
         check: AbstractContextManager[None] = nullcontext()
@@ -288,17 +293,20 @@ class Strategy(ABC):
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
         row_check, replicas = None, range(len(bodies))
-        if given is not None and self._checks_rows(fn, count):
+        if arguments is not None and self._checks_rows(fn, count):
             row_check = RowCheck(fn, self._mirrored.modules, self.function_modes, rows, count=count)
-            shards = distributed_leaves(given, len(bodies))
+            shards = distributed_leaves(arguments, len(bodies))
             bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
-            distributed, replicas_in_sync = given is not None, self.num_replicas_in_sync
+            distributed, replicas_in_sync = arguments is not None, self.num_replicas_in_sync
             modules, workers = self._mirrored.modules, self.workers
             look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
+            # Means over equal shards are right if they are divided by their number; the first uneven batch shows one
+            # that is not (tests/strategies/test_backward_check.py:
+            # test_a_mean_over_the_replicas_is_told_of_when_the_first_uneven_batch_comes).
             count.saw_uneven = len(set(rows)) > 1
         elif count.look is not None and count.look.waits:
             first = count.look.until_update(count.runs)
@@ -317,12 +325,13 @@ class Strategy(ABC):
         on_cpu = self.devices[0].kind == "CPU"
         if not (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)) or is_profiled():
             return False
+        # A part's operators work on DTensors, whose rows the watch does not follow.
         if any(module.is_part or module.shards_weights for module in self._mirrored.modules):
             return False
         return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
 
     def check_rows_in(self, fn: Callable[..., Any]) -> None:
-        """Has the rows of ``fn``, a step function of this package, followed in some runs; it asks for what is found."""
+        """Follows the rows of ``fn``, a step function of this package, in some runs. The step asks for the result."""
         self._mirrored.check_rows_in(fn)
 
     def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
@@ -330,18 +339,18 @@ class Strategy(ABC):
         return self._mirrored.has_checked_rows_in(fn)
 
     def begin_training(self, fn: Callable[..., Any]) -> None:
-        """Has the losses of ``fn``, a step function of this package, checked, as those of a new training.
+        """Checks the losses of ``fn``, a step function of this package, as at the beginning of a training.
 
-        The step asks ``current_row_watch`` what was found, after its backward pass.
+        The step asks ``current_row_watch`` for the result after its backward pass.
         """
         self._mirrored.begin_training(fn)
 
     def surround_steps(self, surround: Surround) -> None:
-        """Has every run from now on surrounded by what another library keeps for each run and each thread."""
+        """Surrounds every later run with what another library keeps for each run and each thread."""
         self._surrounds.append(surround)
 
     def changes_spread(self) -> AbstractContextManager[None]:
-        """A block during a run whose changes of the users' modules reach all copies."""
+        """A block during a run in which a change to a user's module is made to all copies."""
         return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -359,7 +368,8 @@ class Strategy(ABC):
         # A bare value is that of all local replicas, and each worker may have another.
         same = mirrored or (bare and self.workers.is_single and not self.workers.any_layout)
         if op is ReduceOp.MEAN and axis is None and same:
-            return value  # equal in every replica; adding and dividing would only round it
+            # Equal in every replica: adding and dividing would only round it.
+            return value
         with self.computing_alike():
             return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
@@ -420,9 +430,9 @@ class Strategy(ABC):
     ) -> MirroredVariable:
         """Makes a variable with one value for each replica; see ``MirroredVariable``."""
         self._outside("variable")
-        made = MirroredVariable(self, value, aggregation=aggregation, synchronization=synchronization)
-        self._mirrored.add_variable(made)
-        return made
+        variable = MirroredVariable(self, value, aggregation=aggregation, synchronization=synchronization)
+        self._mirrored.add_variable(variable)
+        return variable
 
     def distribute_dataset(
         self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None, lists: Lists = "auto"
@@ -457,8 +467,9 @@ class Strategy(ABC):
         return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
-        if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
-            return reduction(list(self.local_results(value)))  # values such as lists are values, not structures
+        if isinstance(value, PerReplica) and not all(isinstance(item, (torch.Tensor, int, float)) for item in value):
+            # Values such as lists are values here and not structures: each is that of one replica.
+            return reduction(list(self.local_results(value)))
         return tree_map(lambda leaf: reduction(list(self.local_results(leaf))), value)
 
     def _view(self, structure: Any, replica: int) -> Any:
@@ -476,7 +487,7 @@ class ThreadedStrategy(Strategy):
     """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
     ``make_exchange`` makes the exchange of an optimizer's gradients, ``partition`` says which part of a model this
-    worker holds, and ``guard`` is a context around each replica's part of a run.
+    worker holds, and ``replica_block`` is a context around each replica's part of a run.
     """
 
     def __init__(
@@ -487,12 +498,14 @@ class ThreadedStrategy(Strategy):
         make_exchange: MakeExchange = LocalExchange,
         *,
         partition: PartitionPolicy | None = None,
-        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replica_block: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         # An evaluator's optimizers are made as elsewhere, and make no update.
         super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
-        self.devices, self.workers, self._runner, self._guard = devices, workers, runner, guard
-        self._release_devices = weakref.finalize(self, release_devices, devices)  # called at most once
+        self.devices, self.workers, self._runner, self._replica_block = devices, workers, runner, replica_block
+        # Called at most once: by ``close``, or when a strategy that nobody closed is collected. Its devices could
+        # otherwise never be divided again.
+        self._release_devices = weakref.finalize(self, release_devices, devices)
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -535,28 +548,30 @@ class ThreadedStrategy(Strategy):
     ) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
+            # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
-        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows, note)
+        block = self._replica_block
+        return self._runner.run(self, fn, [partial(_run_within, block, body) for body in bodies], rows, note)
 
 
-def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
-    with guard():
+def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
+    with block():
         return body()
 
 
-def chosen_devices(
-    given: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
+def select_devices(
+    selection: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
 ) -> tuple[LogicalDevice, ...]:
-    """The device of each replica: those given, all if None, or those that an observer wants in their place."""
-    if isinstance(given, str | bytes):
-        raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
-    devices, observer = resolve_devices(given), current_observer()
+    """The device of each replica: ``selection``, or all devices for None. An observer may replace them."""
+    if isinstance(selection, str | bytes):
+        raise ConfigError(f"devices is a list, got the string {selection!r}; write devices=[{selection!r}]")
+    devices, observer = resolve_devices(selection), current_observer()
     if replicas is not None:
-        devices = laid_out(replicas, devices)
+        devices = place_replicas(replicas, devices)
     return devices if observer is None else observer.devices_chosen(devices)
 
 
-def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
+def place_replicas(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
     """The device of each of ``replicas`` replicas, laid on ``devices`` in blocks whose sizes differ by at most one.
 
     Raises ConfigError for devices of two kinds.
@@ -571,7 +586,7 @@ def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDe
 
 
 def check_replicas(replicas: int | None, threads: int | None) -> int | None:
-    """Raises a ConfigError for numbers that cannot be; returns the intra-op threads of a replica, None to divide."""
+    """Checks both numbers; raises a ConfigError. Returns the intra-op threads of a replica; None divides the cores."""
     for name, number in (("replicas", replicas), ("threads_per_replica", threads)):
         check_number(name, number, least=1, most=MOST_AT_ONCE, whole=True)
     return 1 if threads is None and replicas is not None else threads
@@ -622,6 +637,7 @@ class DefaultStrategy(Strategy):
 
     def close(self) -> None:
         """Releases the device, which may then be divided again. The next use takes a device anew."""
+        # A cached property stands in the object's dict once it has been asked for.
         if "devices" in vars(self):
             release_devices(self.devices)
             del self.devices
@@ -641,6 +657,7 @@ class DefaultStrategy(Strategy):
         note: ErrorNote,
     ) -> list[Any]:
         device = self.devices[0]
+        # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)
         with in_context(ReplicaContext(self, 0, device, barrier, IssueGate(1))):
             return [bodies[0]()]

@@ -105,7 +105,7 @@ class FirstRun:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Around the run."""
+        """A block around the run: it notes states before, compares them afterwards, and warns."""
         if self._is_later:
             yield
             self._warn_of_losses(cycle=self.cycle)
@@ -122,8 +122,9 @@ class FirstRun:
             with refusing_plain_calls(self._modules):
                 yield
         except (RuntimeError, LookupError, AttributeError) as error:
+            # Replicas that overwrite each other's tensors in a hook fail in many ways; the hook is what to tell of.
             if len(self._rows) > 1 and not isinstance(error, LockstepError):
-                self._refuse_hooks(captures)  # which may be the cause
+                self._refuse_hooks(captures)
             raise
         finally:
             for module in self._modules:
@@ -142,9 +143,12 @@ class FirstRun:
         self._forget()
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """One replica's part of the run, with a note of each function that it runs through."""
+        """Runs the body of one replica and notes the functions that it calls."""
+        # A profiler of the program's is left alone: there is one profile function a thread.
         if sys.getprofile() is not None:
             return body()
+        # A function mode sees torch's calls alone. The draws of Python's and NumPy's generators, and which functions of
+        # the program have run, show in a profile function only; it is slow, so only a first run has one.
         sys.setprofile(self._entered if len(self._rows) > 1 else self._drawn)
         try:
             return body()
@@ -154,7 +158,8 @@ class FirstRun:
     def _drawn(self, frame: FrameType, event: str, arg: Any) -> None:
         """Notes draws of random numbers."""
         code = frame.f_code
-        if event == "c_call":  # of which there are thousands
+        # Thousands of functions in C are called in a step, so types alone are compared before anything else is asked.
+        if event == "c_call":
             is_generators = type(arg) is BuiltinFunctionType and type(arg.__self__) in _GENERATORS
             self._draws_from_python |= is_generators and arg.__self__ is _PYTHON_GENERATOR
             context = get_replica_context() if is_generators else None
@@ -206,6 +211,7 @@ class FirstRun:
         if context is None:
             return
         passes = self._passes[context.local_replica]
+        # What hooks have saved, as gradient checkpointing's, would be computed anew if it were looked at.
         if event == "call" and frame.f_code is _BACKWARD and local.get("inputs") is None:
             passes.begins_at(local["tensors"], saved=id(_SAVING_HOOKS) not in self._functions)
         elif event == "call" and frame.f_code is _SUMMING:
@@ -234,7 +240,7 @@ class FirstRun:
             scaler.scale(torch.ones((), device=weights[0].device))
 
     def _captured(self) -> Iterator[tuple[tuple[int, str, str], Any]]:
-        """Of the step, and of each hook, the values that they reach outside of the modules, by the keys of Captured."""
+        """Yields the values outside the modules that the step and the hooks can reach, by the keys of ``Captures``."""
         parts = [part for module in self._modules for part in module.module.modules()]
         values = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
         value_ids = {id(value) for value in values if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
@@ -249,7 +255,7 @@ class FirstRun:
             yield from (((0, "", name), value) for name, value in mutable)
 
     def _changed(self, before: Captures) -> Iterator[tuple[str, str, Any]]:
-        """What has changed, except dicts that have a key for each replica."""
+        """Yields the values that have changed since ``before``, except dicts with a key for each replica."""
         for key, value in self._captured():
             by_replica = is_kind(value, dict) and set(range(len(self._rows))) <= set(dict.keys(value))
             if key in before and before[key][1] != state_of(value) and not by_replica:
@@ -330,19 +336,21 @@ class FirstRun:
 
     @contextmanager
     def until_update(self, runs: int) -> Iterator[None]:
-        """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
+        """A block around the ``runs``-th run of a step whose gradients no update has used yet."""
         yield
         if not self._accumulates() and not self.has_warned:
             self._warn_of_losses(cycle=runs)
 
     def _forget(self) -> None:
-        """Lets go of what a later update does not need: this may live as long as the step function."""
+        """Releases what a later update does not need, since this may live as long as the step function."""
         self._inputs.clear()
         self._seeded_draws, self._modules, self._functions = [], (), {}
 
     def _accumulates(self) -> bool:
-        """Whether the run has left gradients for an update that has not come: then replicas have their own."""
+        """Whether gradients of the run wait for an update. Until then each copy has those of its replica."""
+        # Weak references: a look may wait for an update as long as the step function lives.
         modules = [module for reference in self._module_refs if (module := reference()) is not None]
+        # An update takes the gradients of all copies away, so those of other copies show one that has not come.
         parameters = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
         self.waits = any(parameter.grad is not None for parameter in parameters)
         return self.waits
@@ -353,7 +361,7 @@ class FirstRun:
         return any(passes.calls_collectives for passes in self._passes)
 
     def at_losses(self, rows: Sequence[int | None]) -> FirstRun:
-        """A look at the losses alone of a later run, whose shards have so many rows."""
+        """A check of the losses alone, for a later run whose shards have ``rows`` rows."""
         modules = [module for reference in self._module_refs if (module := reference()) is not None]
         distributed, workers = self._distributed, self._workers
         look = FirstRun(self._fn, modules, self.replicas, rows, distributed=distributed, workers=workers)
@@ -406,6 +414,7 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
     if now[0].shape != old[0].shape:
         return True
     increase = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
+    # A counter of calls, as batch norm's num_batches_tracked, grows by 0 or 1 on one device too.
     counts_rows = rows > 1 and bool((increase == rows).any())
     return not counts_rows and (now[0].is_floating_point() or bool(((increase == 0) | (increase == 1)).all()))
 
@@ -413,6 +422,7 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
 def _generator_states() -> dict[str, Any]:
     """The states of the global random generators."""
     states: dict[str, Any] = {"Python": random.getstate()}
+    # A program that has not imported NumPy cannot have drawn from it, and need not wait for its import.
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["NumPy"] = (kind, keys.tobytes(), *rest)
@@ -451,6 +461,7 @@ def captured_by(fn: Any, wanted: Callable[[Any], bool] = _is_mutable) -> Iterato
     These are containers, numbers, tensors, random generators and None, or what else is ``wanted``, also as attributes
     of the user's objects.
     """
+    # Arguments of partials are reached like names of a closure.
     while is_kind(fn, partial):
         arguments = ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args))
         yield from _wanted_in("", arguments, wanted)
@@ -514,6 +525,7 @@ def state_of(value: Any) -> Any:
         return None if is_kind(value, random.SystemRandom) else random.Random.getstate(value)
     if _is_generator(value):
         return pickle.dumps(value)
+    # By identity: a name that is bound to another tensor is a change. The values of tensors are not compared.
     if value is None or is_kind(value, Tensor):
         return id(value)
     if _is_array(value):

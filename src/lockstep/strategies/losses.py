@@ -66,6 +66,7 @@ def compute_average_loss(
     rows: int = per_example_loss.shape[0]
     if context is not None:
         rows = context.meet(_NAME, rows, partial(_rows_of_all, context.workers))
+    # An empty global batch has a loss of 0 and not NaN.
     return total / max(rows, 1)
 
 
@@ -85,7 +86,7 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
 
 
 def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
-    return int(workers.sum_numbers(_NAME, [[each] for each in rows])[0])
+    return int(workers.sum_numbers(_NAME, [[count] for count in rows])[0])
 
 
 def fitted_weight(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
@@ -98,6 +99,7 @@ def fitted_weight(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
     shape = list(weight.shape)
     while len(shape) > losses.ndim and shape[-1] == 1:
         shape.pop()
+    # A weight of [rows, 1] beside losses of [rows] has left the loop above as [rows].
     by_row = len(shape) < losses.ndim or losses.ndim == 1
     shape += [1] * (losses.ndim - len(shape))
     fits = len(shape) == losses.ndim and all(

@@ -15,7 +15,7 @@ from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.errors import ClusterError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices
+from lockstep.strategies.base import ThreadedStrategy, check_replicas, describe_devices, select_devices
 
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
 
@@ -62,11 +62,11 @@ class MirroredStrategy(ThreadedStrategy):
                 "one model in each of them; use MultiWorkerMirroredStrategy, or start one process without those "
                 f"variables; {ALONE}"
             )
-        chosen = chosen_devices(devices, replicas)
+        replica_devices = select_devices(devices, replicas)
         seed = torch.initial_seed() if seed is None else seed
-        runner = ReplicaRunner(chosen, seed=seed, timeout_s=timeout_s, threads=threads)
-        workers = SingleWorkerCommunicator(len(chosen), any_layout=replicas is not None, task=task)
-        super().__init__(chosen, workers, runner)
+        runner = ReplicaRunner(replica_devices, seed=seed, timeout_s=timeout_s, threads=threads)
+        workers = SingleWorkerCommunicator(len(replica_devices), any_layout=replicas is not None, task=task)
+        super().__init__(replica_devices, workers, runner)
 
     def __repr__(self) -> str:
         return f"MirroredStrategy({describe_devices(self)})"

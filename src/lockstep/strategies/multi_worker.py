@@ -35,29 +35,29 @@ from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Loca
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.conditions import Conditions, conditions_of, joined
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices, laid_out
+from lockstep.strategies.base import ThreadedStrategy, check_replicas, describe_devices, place_replicas, select_devices
 
 _LOG = logging.getLogger("lockstep")
 START_TIMEOUT_S = 600.0
 
 
-def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
+def worker_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
     """This worker's part of the GPUs that it sees; without any, the CPU's logical devices. No ``cluster``: all."""
     gpus = list_physical_devices("GPU")
     if not gpus:
         return default_devices()
-    own = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
-    return tuple(device for device in list_logical_devices("GPU") if device.physical.name in own)
+    names = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
+    return tuple(device for device in list_logical_devices("GPU") if device.physical.name in names)
 
 
-def each_has_its_own(gpus: Sequence[int]) -> bool:
+def has_separate_gpus(gpus: Sequence[int]) -> bool:
     """Whether every worker has a GPU of its own, as NCCL needs; ``gpus`` are their numbers, 0 for a CPU."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises ClusterError unless the workers of a divided model, of these names, have a GPU each, or none."""
-    if not any(gpus) or each_has_its_own(gpus):
+    if not any(gpus) or has_separate_gpus(gpus):
         return
     alike = [name for name, gpu in zip(names, gpus, strict=True) if not gpu or gpus.count(gpu) > 1]
     different = len({*gpus} - {0})
@@ -67,12 +67,12 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     )
 
 
-def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
+def replicas_of_workers(devices: Sequence[int], requests: Sequence[int]) -> tuple[int, ...]:
     """The number of replicas of each worker. Pure.
 
     Args:
         devices: the number of devices of each worker.
-        asked: the number of replicas of all workers that each was given; 0 is one for each device.
+        requests: the number of replicas of all workers that each was given; 0 is one for each device.
 
     Returns:
         Blocks in proportion to the devices, each of at least one replica.
@@ -85,10 +85,12 @@ def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[i
         >>> replicas_of_workers([1, 1, 1], [8, 8, 8])
         (3, 3, 2)
     """
-    replicas, workers = asked[0], len(devices)
-    if any(other != replicas for other in asked):
-        given = ", ".join(f"{number or None} on worker {worker}" for worker, number in enumerate(asked))
-        raise ClusterError(f"the workers disagree about replicas=: {given}; run the same program on every worker")
+    replicas, workers = requests[0], len(devices)
+    if any(other != replicas for other in requests):
+        disagreement = ", ".join(f"{number or None} on worker {worker}" for worker, number in enumerate(requests))
+        raise ClusterError(
+            f"the workers disagree about replicas=: {disagreement}; run the same program on every worker"
+        )
     if not replicas:
         return tuple(devices)
     if replicas < workers:
@@ -96,6 +98,7 @@ def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[i
             f"replicas={replicas} was given for {workers} workers, expected at least one for each; start fewer workers,"
             " or give more replicas, which trains with other random numbers"
         )
+    # Rounded up, and then moved so that each worker has a replica and leaves one for each worker after it.
     ends = [-(-replicas * end // sum(devices)) for end in accumulate(devices)]
     bounds = [0]
     for worker, end in enumerate(ends):
@@ -114,18 +117,20 @@ def compare_machines(names: Sequence[str], kinds: Sequence[str], conditions: Seq
     Raises:
         ClusterError: a worker has another kind of devices than the chief.
     """
-    for name, kind, theirs in zip(names, kinds, conditions, strict=True):
+    for name, kind, machine in zip(names, kinds, conditions, strict=True):
         if kind != kinds[0]:
             raise ClusterError(
                 f"replicas= promises the same bits on every layout, but {names[0]} computes on a {kinds[0]} and {name} "
                 f"on a {kind}; choose devices of one kind on all workers, or leave replicas= out"
             )
-        if found := [
-            f"{each} ({own}, {theirs.get(each)})" for each, own in conditions[0].items() if theirs.get(each) != own
+        if differences := [
+            f"{condition} ({chief_value}, {machine.get(condition)})"
+            for condition, chief_value in conditions[0].items()
+            if machine.get(condition) != chief_value
         ]:
             return (
-                f"{names[0]} and {name} differ in {', '.join(found)}: the last bits of the training may depend on "
-                "which replicas each of them computes"
+                f"{names[0]} and {name} differ in {', '.join(differences)}: the last bits of the training may depend "
+                "on which replicas each of them computes"
             )
     return ""
 
@@ -153,7 +158,7 @@ class WorkerJob:
         self._membership: Membership | None = None
         self._gpus: tuple[int, ...] = ()
         self._nccl = False
-        self.devices = tuple(devices) if replicas is None else laid_out(replicas, devices)
+        self.devices = tuple(devices) if replicas is None else place_replicas(replicas, devices)
         self.workers: Communicator = SingleWorkerCommunicator(
             len(self.devices), any_layout=replicas is not None, task="worker" if cluster is None else cluster.task
         )
@@ -166,12 +171,13 @@ class WorkerJob:
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
             # Tensors on GPUs go between workers by NCCL, which adds in an order of its own; else through host memory.
-            nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            nccl = has_separate_gpus(self._gpus) and torch.distributed.is_nccl_available()
             self._nccl = nccl and replicas is None
+            # Every worker computes the blocks of all from the same infos, so all raise the same error.
             with self._leaving_on_error(self._membership.close):
                 blocks = replicas_of_workers([info["devices"] for info in infos], [info["replicas"] for info in infos])
             if replicas is not None:
-                self.devices = laid_out(blocks[cluster.index], devices)
+                self.devices = place_replicas(blocks[cluster.index], devices)
             self.workers = DistributedCommunicator(
                 self._membership,
                 blocks,
@@ -194,6 +200,8 @@ class WorkerJob:
             check_agreement(self.workers, "the seed", [f"seed={seed}"])
             check_agreement(self.workers, "the settings of the strategy", [repr(self._options), *settings])
             chiefs = self.workers.all_gather_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
+            # The chief's state and not a new seed: a program that shuffles with torch's default generator goes on alike
+            # on all workers, and as it would on one device.
             state = torch.default_generator.get_state()
             self.workers.broadcast("the chief's random numbers", [state])
         if self.workers.size > 1:
@@ -206,9 +214,9 @@ class WorkerJob:
         Raises a ClusterError if they have different kinds of devices.
         """
         kind = joined(device.kind for device in self.devices)
-        own = [kind, conditions_of(self.devices, [self._threads or 1])]
+        local = [kind, conditions_of(self.devices, [self._threads or 1])]
         with self._leaving_on_error():
-            gathered = self.workers.all_gather_bytes("what the bits depend on", json.dumps(own).encode())
+            gathered = self.workers.all_gather_bytes("what the bits depend on", json.dumps(local).encode())
             kinds, conditions = zip(*map(json.loads, gathered), strict=True)
             warning = compare_machines(self.workers.names, kinds, conditions)
         if warning and self.workers.is_chief:
@@ -242,7 +250,7 @@ class WorkerJob:
         return runner
 
     def _fail(self, error: BaseException) -> None:
-        # A loss that is not finite all workers raise together, and may go on together.
+        # All workers raise a loss that is not finite together, and a program may catch it and go on.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
             self._membership.report_failure(error)
 
@@ -253,6 +261,7 @@ class WorkerJob:
         workers = self.workers if group is None else group
         if not isinstance(workers, DistributedCommunicator):
             return LocalExchange(parameters, groups)
+        # A stream of its own for each optimizer, whose sums run beside those of others; the number is equal on all.
         self._optimizers += 1
         return BucketExchange(
             parameters,
@@ -290,6 +299,7 @@ def _gpu_id(device: torch.device) -> int:
     """A number for the GPU in this host; 0 for a CPU."""
     if device.type != "cuda":
         return 0
+    # By UUID: the number of a device in a process depends on CUDA_VISIBLE_DEVICES.
     name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
 
@@ -351,10 +361,10 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
             )
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
+        replica_devices = select_devices(worker_devices(self.cluster) if devices is None else devices)
         job = WorkerJob(
             self.cluster,
-            chosen,
+            replica_devices,
             timeout_s=timeout_s,
             options=self.communication,
             replicas=replicas,

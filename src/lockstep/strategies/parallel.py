@@ -51,21 +51,13 @@ from lockstep.parallel.pipeline_stage import (
 )
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule, is_divided
-from lockstep.parallel.tensor_parallel import (
-    WHOLE,
-    DividedModel,
-    SequenceSharding,
-    TensorPlan,
-    TensorSharding,
-    check_own_plan,
-    check_plan,
-    shard_layers,
-    ties_of,
-)
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tensor_plan import DividedModel, TensorPlan, check_plan, check_user_plan
+from lockstep.parallel.tensor_styles import SequenceSharding
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
-from lockstep.strategies.base import ThreadedStrategy, chosen_devices
-from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_job_settings, own_devices
+from lockstep.strategies.base import ThreadedStrategy, select_devices
+from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_job_settings, worker_devices
 
 
 class MeshGroups:
@@ -160,41 +152,35 @@ class ParallelStrategy(ThreadedStrategy):
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
         self.layout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
-        if shard_parameters and self.layout.pipeline > 1:
-            raise ConfigError(
-                "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
-                "for each microbatch; choose shard_optimizer=True in a pipeline"
-            )
+        _check_sharding(self.layout, shard_parameters=shard_parameters, sequence_parallel=sequence_parallel)
         pipelining = choose_pipeline_config(schedule, microbatches, self.layout.pipeline, stages_per_worker)
-        devices = chosen_devices([own_devices(self.cluster)[0] if device is None else device])
+        devices = select_devices([worker_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
-        if sequence_parallel and self.layout.tensor == 1:
-            raise ConfigError(
-                "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
-                " choose tensor=2 or more, or leave it out"
-            )
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.layout), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
         self._groups = MeshGroups(job, self.layout)
-        # Stages draw numbers of their own: layers of two stages must not drop the same units.
+        # Stages draw numbers of their own: layers of two stages must not drop the same units. Replicas' generators have
+        # the numbers from 0 on, so stages and ranks have negative ones.
         stage = self._groups.coordinate.stage
-        own_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
-        runner = job.make_runner(own_seed, first_replica=self._groups.coordinate.replica)
+        stage_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
+        runner = job.make_runner(stage_seed, first_replica=self._groups.coordinate.replica)
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
 
-        own_device = devices[0].torch_device
-        self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=own_device)
-        self._own = replica_generator(own_seed, -1 - job.workers.index)
+        torch_device = devices[0].torch_device
+        self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=torch_device)
+        self._rank_generator = replica_generator(stage_seed, -1 - job.workers.index)
         self._parts = ModelParts(
             self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters,
-            shard_optimizer=shard_optimizer, own=self._own, device=own_device, seed=seed,
+            shard_optimizer=shard_optimizer, generator=self._rank_generator, device=torch_device, seed=seed,
             sequence_parallel=sequence_parallel,
         )  # fmt: skip
         view = self._groups.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
-        super().__init__(devices, view, runner, self._exchange_of, partition=self._parts, guard=self._explaining)
+        super().__init__(
+            devices, view, runner, self._exchange_of, partition=self._parts, replica_block=self._explaining
+        )
 
     def parallelize(
         self,
@@ -234,7 +220,7 @@ class ParallelStrategy(ThreadedStrategy):
     @property
     def generators(self) -> ReplicaGenerators:
         """Where the random numbers of this worker stand, for checkpoints."""
-        return super().generators.with_part(self._own)
+        return super().generators.with_part(self._rank_generator)
 
     def __repr__(self) -> str:
         workers = self._job.workers
@@ -242,6 +228,7 @@ class ParallelStrategy(ThreadedStrategy):
         return f"ParallelStrategy({self.layout}, {place})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
+        # The mesh is one device a worker, so there is one copy of each parameter.
         firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights
         # The gradients of sharded weights have been summed by the backward pass.
         peers = SingleWorkerCommunicator(1) if sharded else self._groups.peers
@@ -260,16 +247,17 @@ class ParallelStrategy(ThreadedStrategy):
             sharing=sharing,
             whole=self._parts.whole(firsts),
             part=(self._groups.coordinate.replica, self._groups.coordinate.stage),
-            holds=self._parts.held(sharing is not None),
+            holds=self._parts.holdings(sharing is not None),
         )
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Around a replica's part of a run: an error of a broken connection between workers says what broke it."""
+        """A block around a replica's part of a run. It replaces an error of a broken connection by what broke it."""
         try:
             with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
+            # torch 2.13 raises this as a plain RuntimeError, which only its text tells from others.
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UsageError(
                     "the step computes with a weight that the layout divides among workers beside plain tensors, "
@@ -281,12 +269,25 @@ class ParallelStrategy(ThreadedStrategy):
             raise explained from error
 
 
+def _check_sharding(layout: MeshLayout, *, shard_parameters: bool, sequence_parallel: bool) -> None:
+    if shard_parameters and layout.pipeline > 1:
+        raise ConfigError(
+            "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
+            "for each microbatch; choose shard_optimizer=True in a pipeline"
+        )
+    if sequence_parallel and layout.tensor == 1:
+        raise ConfigError(
+            "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
+            " choose tensor=2 or more, or leave it out"
+        )
+
+
 _DIVISION = "_lockstep_division"
 """The attribute of a module that was divided in place: it cannot be divided once more."""
 
 
 class DivisionOf:
-    """Says of a module what it was divided to, by which policy and how. It lives as long as the module.
+    """Records the part that a module was divided to, by which policy and with which arguments, for the module's life.
 
     A copy of the module has one too, without a part.
     """
@@ -303,11 +304,11 @@ def _arguments(plan: TensorPlan, split: PipelineSplit) -> str:
     split = split if isinstance(split, str) else list(split)  # type: ignore[assignment]
     if isinstance(plan, str):
         return f"tensor_plan={plan!r}, pipeline_split={split!r}"
-    styles = ", ".join(f"{name!r}: {_shown(style)}" for name, style in plan.items())
+    styles = ", ".join(f"{name!r}: {_style_text(style)}" for name, style in plan.items())
     return f"tensor_plan={{{styles}}}, pipeline_split={split!r}"
 
 
-def _shown(style: object) -> str:
+def _style_text(style: object) -> str:
     # torch sets src_data_rank as it applies a style; the arguments of its constructor are those without "desired".
     values = {name: value for name, value in vars(style).items() if name.endswith("_layouts") and "desired" not in name}
     return f"{type(style).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
@@ -328,7 +329,7 @@ class ModelParts(PartitionPolicy):
         pipelining: PipelineConfig,
         shard_parameters: bool,
         shard_optimizer: bool,
-        own: torch.Generator,
+        generator: torch.Generator,
         device: torch.device,
         seed: int,
         sequence_parallel: bool,
@@ -338,9 +339,10 @@ class ModelParts(PartitionPolicy):
         self.parts = mesh is not None
         self._holds_parts = shard_optimizer or shard_parameters or max(groups.layout.pipeline, groups.layout.tensor) > 1
         self.shards_weights = shard_parameters and groups.layout.data > 1
-        self.draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
+        self.draws = TensorParallelRng(generator, _on_gpu(device, generator.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
+        # Weak: a part lives as long as its model, and this policy as long as the strategy.
         self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
 
     def peers(self, workers: Communicator) -> Communicator:
@@ -354,8 +356,8 @@ class ModelParts(PartitionPolicy):
         return module.pipeline if isinstance(module, ShardedModule) else None
 
     def source_of(self, weight: nn.Parameter) -> nn.Parameter:
-        found = (part.source_of(weight) for part in self._parts.values())
-        return next((each for each in found if each is not None), weight)
+        sources = (part.source_of(weight) for part in self._parts.values())
+        return next((source for source in sources if source is not None), weight)
 
     def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
         return module.holders if isinstance(module, ShardedModule) else module.parameters()
@@ -371,10 +373,10 @@ class ModelParts(PartitionPolicy):
         if not self._holds_parts:
             return
         if type(optimizer) not in ELEMENTWISE:
-            known = ", ".join(each.__name__ for each in ELEMENTWISE)
+            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigError(
                 f"optimizer is a {type(optimizer).__name__}, which may look at whole weights, and a worker holds "
-                f"parts; choose one of torch's {known}"
+                f"parts; choose one of torch's {names}"
             )
 
     def divide(
@@ -417,34 +419,35 @@ class ModelParts(PartitionPolicy):
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
         """The indices of the parameters that count here for the norm of all: each is counted by one holder."""
         divided = self._divided_ids()
-        elsewhere = {id(each) for each in self.tied(parameters)} if self._coordinate.stage else set()
+        # Tied weights count on the first stage, and whole ones on the first tensor rank.
+        elsewhere = {id(parameter) for parameter in self.tied(parameters)} if self._coordinate.stage else set()
         return frozenset(
             index
-            for index, each in enumerate(parameters)
-            if id(each) not in elsewhere and (self._coordinate.tensor == 0 or id(each) in divided)
+            for index, parameter in enumerate(parameters)
+            if id(parameter) not in elsewhere and (self._coordinate.tensor == 0 or id(parameter) in divided)
         )
 
     def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Says who else holds each parameter: another stage ("tied n"), all tensor ranks ("whole"), nobody ("own")."""
         divided = self._divided_ids()
-        tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
-        return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
+        tied = {id(parameter): f"tied {number}" for number, parameter in enumerate(self.tied(parameters))}
+        return [tied.get(id(parameter), "own" if id(parameter) in divided else "whole") for parameter in parameters]
 
     def whole(self, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter] | None:
         """By name, the parameters that all tensor ranks hold alike; None if there is one rank."""
         if self._layout.tensor == 1:
             return None
-        given = {id(each) for each in parameters}
+        ids = {id(parameter) for parameter in parameters}
         named = (pair for part in self._parts.values() for pair in part.whole().items())
-        return {name: each for name, each in named if id(each) in given}
+        return {name: parameter for name, parameter in named if id(parameter) in ids}
 
     def tied(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that another stage holds too, in an order that is the same there."""
-        given = {id(each) for each in parameters}
-        return [each for part in self._parts.values() for each in part.tied if id(each) in given]
+        ids = {id(parameter) for parameter in parameters}
+        return [parameter for part in self._parts.values() for parameter in part.tied if id(parameter) in ids]
 
-    def held(self, shares_state: bool) -> str:
-        """What of a model's weights this worker's optimizer has, in words; empty for all of them."""
+    def holdings(self, shares_state: bool) -> str:
+        """Describes the share of a model's weights in this worker's optimizer; empty if it has all of them."""
         stages, ranks = self._layout.pipeline, self._layout.tensor
         parts = [f"the weights of worker {self._coordinate.stage} of a pipeline (pipeline={stages})"] * (stages > 1)
         parts += [f"1/{ranks} of each divided weight (tensor={ranks})"] * (ranks > 1)
@@ -460,8 +463,11 @@ class ModelParts(PartitionPolicy):
     ) -> ShardedModule:
         if self._layout.tensor > 1 or self.shards_weights:
             for parameter, hook in hooked(module.parameters()):
-                raise divided_error(parameter, hook)  # torch divides other parameters in place of these
-        check_own_plan(module, plan, self._layout.tensor)
+                # torch puts new parameters in place of these, which the hooks would not be called for.
+                raise divided_error(parameter, hook)
+        # First all checks, on the whole module: an error leaves it as it was, and is raised on all workers before a
+        # weight is sent (tests/strategies/test_parallel_modules.py).
+        check_user_plan(module, plan, self._layout.tensor)
         check_pipeline_split(split)
         check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
         cut = self._cut_of(module, split)
@@ -471,6 +477,8 @@ class ModelParts(PartitionPolicy):
             self._fill(module, first, WHOLE, stored)
             move_to_device(module, self._device)
             return ShardedModule(module, receive=call_in_backward)
+        # Names and ties are those of the whole model, so they are read before it is cut. Then sequences, which wrap the
+        # layers of all stages; stages; tensor ranks; and FSDP, which shards what tensor ranks have divided.
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
         stages = cut()
@@ -478,12 +486,13 @@ class ModelParts(PartitionPolicy):
         if sequences is not None:
             sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
         self._fill(module, first, division, stored)
-        self.draws.apply_to(module, division.own_rng, division.common_rng)
+        self.draws.apply_to(module, division.rank_rng, division.common_rng)
         if self.shards_weights:
             from lockstep.parallel.fsdp import shard_fully  # torch's FSDP, which few ask for
 
             shard_fully(module, self._mesh.mesh["data"])
-        move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
+        # After FSDP, which has moved the parameters that it shards, unit by unit.
+        move_to_device(module, self._device)
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties, receive=call_in_backward)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
@@ -507,7 +516,7 @@ class ModelParts(PartitionPolicy):
         )
 
     def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:
-        """Finds where a model is cut, by its spec or by a trace of its forward; the result cuts it, in place."""
+        """Finds where a model is cut, by its spec or a trace of its forward. Returns a function that cuts it."""
         pipelining, worker = self._pipelining, self._coordinate.stage
         if pipelining.workers == 1:
             return tuple
@@ -521,14 +530,15 @@ class ModelParts(PartitionPolicy):
     def _first_weights(self, module: nn.Module) -> DeferredInit | None:
         """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""
         tensors = [*module.parameters(), *module.buffers()]
-        there = [each for each in tensors if not each.is_meta]
-        blank = f"{len(tensors) - len(there)} tensors on the meta device"
+        present = [tensor for tensor in tensors if not tensor.is_meta]
+        blank = f"{len(tensors) - len(present)} tensors on the meta device"
         check_agreement(self._groups.job, "the model", [*signature(module), blank])
         with torch.no_grad():
-            self._groups.job.broadcast("the chief's weights", there)
-        if len(there) == len(tensors):
+            self._groups.job.broadcast("the chief's weights", present)
+        if len(present) == len(tensors):
             return None
-        self._drawn += 1  # so that two models whose modules have the same names begin with different weights
+        # Counted, so that two models whose modules have the same names begin with different weights.
+        self._drawn += 1
         return DeferredInit(module, f"{self._seed}/model {self._drawn}")
 
     def _fill(
@@ -560,13 +570,18 @@ class ModelParts(PartitionPolicy):
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """For each weight that another stage holds too, the first of its names here."""
         group = self._groups.pipeline
-        own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        workers = [] if group is None else all_gather_object(group, "the names of the stages", sorted(own))
-        return [next(name for name in names if name in own) for names in tied_ends(ties, workers) if own & set(names)]
+        names_here = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        workers = [] if group is None else all_gather_object(group, "the names of the stages", sorted(names_here))
+        return [
+            next(name for name in names if name in names_here)
+            for names in tied_ends(ties, workers)
+            if names_here & set(names)
+        ]
 
 
-def _on_gpu(device: torch.device, own: int) -> DeviceRng | None:
+def _on_gpu(device: torch.device, seed: int) -> DeviceRng | None:
     if device.type != "cuda":
         return None
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
-    return DeviceRng(lambda: torch.cuda.default_generators[device.index], own)
+    # Before it torch.cuda.default_generators is empty.
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return DeviceRng(lambda: torch.cuda.default_generators[device.index], seed)

@@ -49,7 +49,8 @@ class RowCheck:
     ) -> None:
         self.mixing: Mixing | None = None
         self._fn, self._modules, self._count, self._rows = fn, modules, count, rows
-        # Of this run, where it is not the first, which has a look of its own.
+        # The losses of this run, if it is not the first, whose look collects them itself. That a step calls collectives
+        # is known from the first run: only a profile function sees it.
         calls_collectives = count.look is not None and count.look.calls_collectives
         self._passes = [Passes(calls_collectives=calls_collectives) for _ in rows]
         self._kept: list[dict[str, Tensor]] = [{} for _ in rows]
@@ -59,6 +60,7 @@ class RowCheck:
         ]
 
     def _watch(self, mode: ReplicaRng, rows: int, passes: Passes, kept: Mapping[str, Tensor]) -> RowWatch | None:
+        # One row cannot be combined with another.
         if rows < 2:
             return None
         looks = self._count.runs > 1 and self._count.look is not None and not is_of_the_package(self._fn)
@@ -75,19 +77,22 @@ class RowCheck:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """A block around the run."""
+        """A block around the run. Afterwards it warns of what the watches have found."""
         for module in self._modules:
             module.on_call.append(self._called)
         try:
             yield
         except BaseException:
-            self._count.with_rows = 0  # what was refused is looked at again
+            # What was refused is looked at again in the next run, though a check is not due then.
+            self._count.with_rows = 0
             raise
         finally:
             for module in self._modules:
                 module.on_call.remove(self._called)
             self._modules = ()
         watches = [watch for watch in self._watches if watch is not None]
+        # A loss of zero has gradients of zero, which are alike however it is computed: the next run is checked instead
+        # (tests/watch/test_rows.py: test_a_step_whose_loss_is_zero_leaves_the_check_to_the_next).
         is_zero = any(watch.saw_zero for watch in watches)
         self._count.is_open = is_zero and not any(watch.compared for watch in watches)
         self._count.has_read = any(watch.has_read for watch in watches)
@@ -114,7 +119,7 @@ class RowCheck:
             self._warn(message)
 
     def _losses(self) -> Iterator[str]:
-        """What is to be said of the losses of a later run: they may have terms that those of the first had not."""
+        """Yields the warnings about the losses of a later run, which may have terms that those of the first had not."""
         look = self._count.look
         if look is not None and look.cycle and not look.has_warned and any(passes.losses for passes in self._passes):
             yield from loss_warnings(self._passes, self._rows, look.replicas, mixing=None, cycle=look.cycle)

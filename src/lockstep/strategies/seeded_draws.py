@@ -47,7 +47,7 @@ class SeededDraws:
     _is_seeded: bool = False
 
     def called_in_c(self, function: Any, line: Callable[[], str]) -> None:
-        """The step is about to call a function of C's."""
+        """Notes a call of a function in C that the step is about to make."""
         if type(function) is not BuiltinFunctionType:
             return
         owner = function.__self__
@@ -59,19 +59,21 @@ class SeededDraws:
     def called(
         self, rng: ReplicaRng, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: Callable[[], str]
     ) -> None:
-        """The step is about to call a function of torch, whose draws ``rng`` makes."""
+        """Notes a call of a function of torch that the step is about to make. ``rng`` makes its draws."""
         if not is_random(func):
             return
         for generator in (value for value in (*args, *kwargs.values()) if type(value) is torch.Generator):
             self.add(generator, generator.get_state().numpy().tobytes(), line())
             return
+        # Only the first draw after a seed is looked at: the ones after it go on from the same state.
         if self._is_seeded:
             self._is_seeded = False
             for generator in (rng.generator, *torch.cuda.default_generators):  # replicas of one GPU have one in turn
                 self.add(rng, generator.get_state().numpy().tobytes(), line())
 
     def returns(self, frame: FrameType) -> None:
-        """A function of the user's returns, perhaps with generators of NumPy's among its local variables."""
+        """Notes the NumPy generators among the local variables of a user's function that returns."""
+        # NumPy's generators draw in Cython, which no profile function sees: their states are read as a function ends.
         numpy: Any = sys.modules.get("numpy")
         kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
         for value in frame.f_locals.values() if kinds else ():
@@ -81,6 +83,7 @@ class SeededDraws:
 
     def add(self, generator: Any, state: bytes, line: str) -> None:
         """Notes a draw."""
+        # 32 bits, as many as a record between workers has for them.
         self.draws.setdefault(zlib.crc32(state), (generator, line))
 
     def digest(self) -> int:
@@ -93,11 +96,12 @@ def equal_draws(replicas: Sequence[SeededDraws]) -> str:
     for one, other in combinations(replicas, 2):
         for state in one.draws.keys() & other.draws.keys():
             (generator, line), (another, _) = one.draws[state], other.draws[state]
+            # One generator in both replicas has one stream, of which ``FirstRun`` warns otherwise.
             if generator is not another:
                 return line
     return ""
 
 
 def same_numbers(line: str) -> str:
-    """What is to be said of a draw that is the same in several replicas."""
+    """The warning about a draw that is the same in several replicas."""
     return f"draws the same random numbers in several replicas at {line}, since they seed alike, {_ADVICE}"

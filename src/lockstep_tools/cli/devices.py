@@ -16,7 +16,7 @@ from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
+from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, worker_devices
 from lockstep_tools.cli.flags import DevicesFlag, command
 
 
@@ -81,7 +81,7 @@ def _logical_row(device: config.LogicalDevice) -> list[str]:
 
 def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:
     """Like ``take_devices``, but None means this worker's own devices among the workers of its host."""
-    return take_devices(spec) if spec is not None else resolve_devices(own_devices(cluster_from_environment()))
+    return take_devices(spec) if spec is not None else resolve_devices(worker_devices(cluster_from_environment()))
 
 
 def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:

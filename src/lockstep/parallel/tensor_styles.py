@@ -1,0 +1,212 @@
+"""How one module is divided among tensor ranks: styles for torch's ``parallelize_module`` beside those of torch itself.
+
+    WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
+    SequenceSharding                                                                  the layers of a model
+
+``tensor_plan`` chooses the style of each module. Sequences are divided as in Korthikanti et al. 2022:
+norms, dropout and residuals between divided layers work on a rank's own tokens. Sequences are whole before the first
+layer of a stage and after its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import parallel as tp
+from torch.distributed.tensor.placement_types import Placement
+
+from lockstep._torch_compat import tree_map
+from lockstep.errors import DataError, UsageError
+from lockstep.parallel.forward_inputs import ForwardArguments
+
+TOKENS = 1  # the dim of the sequence in hidden states
+
+
+class SequenceSharding:
+    """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
+
+    It takes all ``layers`` of the model, before any is cut off.
+    """
+
+    def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self._mesh = mesh
+        # Weak, so that the layers that are cut off to other stages are freed.
+        self._layers = WeakSet(layers)
+        self._first: set[int] = set()
+        self._last: set[int] = set()
+        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        for layer in self._layers:
+            self._wrap(layer)
+
+    def set_stages(self, stages: Iterable[Iterable[nn.Module]]) -> None:
+        """Sets this worker's stages, each as modules of the model, its layers among them in order."""
+        runs = [run for parts in stages if (run := [part for part in parts if part in self._layers])]
+        self._first, self._last = {id(run[0]) for run in runs}, {id(run[-1]) for run in runs}
+
+    def _wrap(self, layer: nn.Module) -> None:
+        forward: Callable[..., Any] = layer.forward
+
+        def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if id(layer) in self._first:
+                hidden_states = self._divide(hidden_states)
+            output = forward(hidden_states, *args, **kwargs)
+            return self._gather(output) if id(layer) in self._last else output
+
+        layer.forward = wrapped
+
+    def _divide(self, hidden: Tensor) -> Tensor:
+        ranks, tokens = self._mesh.size(), hidden.shape[TOKENS]
+        if tokens % ranks:
+            raise DataError(
+                f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
+                f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
+            )
+        return self._redistributed(hidden, Replicate(), Shard(TOKENS))
+
+    def _gather(self, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._gather(output[0]), *output[1:])
+        return self._redistributed(output, Shard(TOKENS), Replicate())
+
+    def _redistributed(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
+        placed = DTensor.from_local(hidden, self._mesh, [before], run_check=False)
+        return placed.redistribute(placements=[after]).to_local()
+
+
+def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    named = ForwardArguments(model.forward).named(args, kwargs)
+    if named.get("output_hidden_states") or model.config.output_hidden_states:
+        raise UsageError(
+            "output_hidden_states asks for what sequence_parallel=True divides among workers; leave one of them out"
+        )
+
+
+class WholeTokens(tp.ParallelStyle):
+    """Has a module that is given this rank's tokens, first or as ``hidden_states``, work on all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gathered(hidden: Any) -> Any:
+            placed = DTensor.from_local(hidden, device_mesh, [Shard(TOKENS)], run_check=False)
+            return placed.redistribute(placements=[Replicate()])
+
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (gathered(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": gathered(kwargs["hidden_states"])}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+class LocalParameters(tp.ParallelStyle):
+    """Has a module compute with this rank's shards of its own parameters as plain tensors.
+
+    Args:
+        placements: those of its parameters, by name.
+        partial: whether each rank has only a term of the gradients of whole parameters, as of a norm of its own heads.
+        experts: whether the module takes whole tensors, and its output is a term of the whole one.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement], *, partial: bool = False, experts: bool = False) -> None:
+        self._placements, self._partial, self._experts = dict(placements), partial, experts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self._placements.items():
+            whole = module.get_parameter(name)
+            # torch sets src_data_rank as it applies a style; None has each rank cut its shard from its own whole
+            # tensor.
+            placed = distribute_tensor(whole, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        forward = module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._experts:
+                args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
+            parameters = {name: module._parameters[name] for name in self._placements}
+            # Set on the dict of parameters for the call only: setattr would register new parameters, and optimizers and
+            # the state_dict see the DTensors.
+            module._parameters.update({name: self._local(parameter) for name, parameter in parameters.items()})
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                module._parameters.update(parameters)
+            return summed(output, device_mesh) if self._experts else output
+
+        module.forward = wrapped
+        return module
+
+    def _local(self, parameter: Any) -> Any:
+        return parameter.to_local(grad_placements=[Partial()] if self._partial else None)
+
+
+class HookedOutput(tp.ParallelStyle):
+    """Changes a module's output by a function of it and the mesh."""
+
+    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
+        self._change = change
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _, __, output: self._change(output, device_mesh))
+        return module
+
+
+def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of all ranks' terms. All must call it."""
+    return (
+        DTensor.from_local(term, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
+
+
+def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
+    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks'."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    # The forward is the tensor itself. Marked as Partial, its gradient is summed over the ranks, each of which has that
+    # of its own heads or experts.
+    return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+class SharedExpertOutput(tp.RowwiseParallel):
+    """A row linear whose output the model may change in place, as Llama 4 adds the experts' outputs to it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        divided = super()._apply(module, device_mesh)
+        # torch gives a view of a DTensor's own memory, which autograd does not let anybody write to.
+        divided.register_forward_hook(lambda _, __, output: output.clone())
+        return divided
+
+
+class Conv1DParallel(tp.ParallelStyle):
+    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
+
+    The arguments are placements: ``weight`` Shard(1) divides the outputs, Shard(0) the inputs.
+    """
+
+    def __init__(self, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement) -> None:
+        self._parameters = {"weight": weight, "bias": bias}
+        self._inputs, self._outputs = inputs, outputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, placement in self._parameters.items():
+                whole = part.get_parameter(name)
+                # torch's ColwiseParallel and RowwiseParallel take nn.Linear and nn.Embedding only (torch 2.13:
+                # NotImplementedError).
+                placed = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
+                part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+
+        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            tensor = inputs[0]
+            if isinstance(tensor, DTensor):
+                return tensor
+            return DTensor.from_local(tensor, mesh, [self._inputs], run_check=False)
+
+        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=[self._outputs]).to_local()
+
+        return distribute_module(module, device_mesh, divide, take, give)  # type: ignore[arg-type]
