@@ -34,7 +34,7 @@ from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
-from lockstep.replicas.runner import code_of, unwrapped
+from lockstep.replicas.issue_policy import code_of, unwrapped
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy

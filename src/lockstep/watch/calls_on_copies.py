@@ -135,8 +135,8 @@ _BY_THE_SHARD: dict[Any, Callable[[Call, tuple[Any, ...], dict[str, Any]], Tenso
 """Functions that take something from the shard itself on copies too."""
 
 
-def _exchanged(others: Mapping[int, Any], leaf: Any) -> Any:
-    return others.get(id(leaf), leaf)
+def _exchanged(replacements: Mapping[int, Any], leaf: Any) -> Any:
+    return replacements.get(id(leaf), leaf)
 
 
 def leaves_of(values: Any) -> Iterator[Any]:

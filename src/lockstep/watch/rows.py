@@ -200,7 +200,7 @@ class RowWatch:
         row_outputs: which outputs have rows, of each call of a mirrored module, as found so far.
         through_modules: whether to follow rows through mirrored modules, and to find ``row_outputs``. Otherwise the
             rows of such outputs are exchanged as those of the inputs are.
-        kept: what modules have kept from the step before that depended on all its rows, by name.
+        module_state: what modules have kept from the step before that depended on all its rows, by name.
         has_read: whether an earlier step has read numbers from rows.
         is_mean: whether a loss is a mean over the rows of the shard.
         begins_backward: called with the tensors that a backward pass begins at.
@@ -220,7 +220,7 @@ class RowWatch:
         *,
         through_modules: bool,
         row_outputs: RowOutputs | None = None,
-        kept: Mapping[str, Tensor] = MappingProxyType({}),
+        module_state: Mapping[str, Tensor] = MappingProxyType({}),
         has_read: bool = False,
         is_mean: Callable[[Any], bool] = lambda _: False,
         begins_backward: Callable[[Any], None] = lambda _: None,
@@ -242,15 +242,15 @@ class RowWatch:
         self._names_mixed: tuple[str, ...] | None = None
         self._results: list[_Result] = []  # whose origins are looked for if a loss is found
         self.numbers: ReadNumbers | None = None
-        self._kept = kept
-        self.has_read = has_read or bool(kept)
+        self._module_state = module_state
+        self.has_read = has_read or bool(module_state)
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
         """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
         token = _watch.set(self)
         self._rng.watch = self
-        self.numbers = ReadNumbers(self._rows, batch, self._kept)
+        self.numbers = ReadNumbers(self._rows, batch, self._module_state)
         try:
             self.follow_rows(batch)
             yield
@@ -284,14 +284,14 @@ class RowWatch:
 
     def kept_in(self, module: nn.Module) -> dict[str, Tensor]:
         """The attributes of a module and its parts that depend on rows of both groups, by a name for messages."""
-        found = {}
+        attributes = {}
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
             for part in module.modules():
                 for name, value in vars(part).items():
                     followed = self._get(value) if type(value) is Tensor and value.numel() <= _KEPT else None
                     if followed is not None and _depends_on_both([_sample(copy) for copy in followed.copies]):
-                        found[f"{name!r} of {type(part).__name__}, kept from an earlier step,"] = value
-        return found
+                        attributes[f"{name!r} of {type(part).__name__}, kept from an earlier step,"] = value
+        return attributes
 
     def check_total(self, total: Any) -> None:
         """Compares a total over rows that no backward pass begins at, as an evaluation's."""
@@ -419,9 +419,9 @@ class RowWatch:
         followed = self._get(tensor)
         if followed is None or tensor.is_floating_point() or tensor.dtype is torch.bool:
             return False
-        first, *others = followed.copies
+        first, *rest = followed.copies
         with torch.no_grad(), self._rng.aside():
-            return any(first.shape != other.shape or not torch.equal(first, other) for other in others)
+            return any(first.shape != other.shape or not torch.equal(first, other) for other in rest)
 
     def _has_other_sizes(self, tensor: Any) -> bool:
         """Whether the program reads a size of what is larger or smaller in the copies."""

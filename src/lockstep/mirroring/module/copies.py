@@ -40,8 +40,12 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
 class Copying(TorchFunctionMode):
     """Copies the user's module, on device ``home``, or what is set on it later, for one other replica.
 
-    With ``alias`` parameters have the storage of the user's, or of the copies that ``leader`` makes. ``known`` is the
-    id of what has a copy for this replica already -> that copy.
+    Args:
+        home: the device of the user's module; only tensors on it are moved.
+        device: the replica's device.
+        alias: whether parameters have the storage of the user's, or of the copies that ``leader`` makes.
+        leader: makes the copies of the replica whose storage this one shares; None for the user's own module.
+        counterparts: the id of an object that has a copy for this replica already -> that copy.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class Copying(TorchFunctionMode):
         *,
         alias: bool,
         leader: Copying | None = None,
-        known: Mapping[int, Any] | None = None,
+        counterparts: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__()
         self._home, self._device, self._alias, self._leader = home, device, alias, leader
         # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
-        self._memo: dict[int, Any] = dict(known or {})
+        self._memo: dict[int, Any] = dict(counterparts or {})
 
     def of(self, value: Any, name: str) -> Any:
         """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
@@ -106,14 +110,14 @@ class Copyings(dict[int, Copying]):
         self._peers = tuple(dict.fromkeys(peers))
 
     def __missing__(self, replica: int) -> Copying:
-        leader, known = self._leaders[replica], dict[int, Any]()
+        leader, counterparts = self._leaders[replica], dict[int, Any]()
         for peer in self._peers:
-            peer.fill(replica, known, self._changed)
+            peer.fill(replica, counterparts, self._changed)
         tensors = (*self._module.parameters(), *self._module.buffers())
-        home = next((each.device for each in tensors), torch.device("cpu"))
+        home = next((tensor.device for tensor in tensors), torch.device("cpu"))
         alias = leader != replica
         source = self[leader] if alias and leader else None
-        copying = Copying(home, self._devices[replica], alias=alias, leader=source, known=known)
+        copying = Copying(home, self._devices[replica], alias=alias, leader=source, counterparts=counterparts)
         return self.setdefault(replica, copying)
 
 

@@ -24,13 +24,13 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """By the names of attributes, the tensors in one that are no wrappers; empty for another tensor."""
     if not is_wrapper(tensor):
         return {}
-    found: dict[str, Tensor] = {}
+    inner: dict[str, Tensor] = {}
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         value = getattr(tensor, name)
         if isinstance(value, Tensor):
-            found |= {f"{name}.{below}": part for below, part in inner_tensors(value).items()} or {name: value}
-    return found
+            inner |= {f"{name}.{below}": part for below, part in inner_tensors(value).items()} or {name: value}
+    return inner
 
 
 def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -34,8 +34,8 @@ def control_groups(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgro
         if controllers:  # of the first version
             continue
         # In a container the path may be the host's, which is not visible here: the root is the container's then.
-        own = groups / path.lstrip("/")
-        yield from (own, *own.parents[: len(own.parts) - len(groups.parts)])
+        group = groups / path.lstrip("/")
+        yield from (group, *group.parents[: len(group.parts) - len(groups.parts)])
 
 
 def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
@@ -44,5 +44,5 @@ def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
         limit = folder / "memory.max"
         if limit.exists() and (most := limit.read_text().strip()) != "max":
             stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            yield (int(most) - used) / 2**20
+            in_use = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            yield (int(most) - in_use) / 2**20

@@ -146,12 +146,12 @@ class DeviceDriver:
 
     def pool(self, device: LogicalDevice) -> PoolUse:
         """The memory pool of a logical device. It inspects every block, in milliseconds: not for every step."""
-        own = self.stream(device).cuda_stream
+        stream = self.stream(device).cuda_stream
         index = device.torch_device.index
         segments = [
             segment
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-            if segment["device"] == index and segment["stream"] == own
+            if segment["device"] == index and segment["stream"] == stream
         ]
         return PoolUse(
             in_use=sum(segment["allocated_size"] for segment in segments),
@@ -180,25 +180,25 @@ class DeviceDriver:
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed)
 
-    def swap_generator(self, device: torch.device, own: torch.Generator) -> torch.Generator:
-        """Makes the GPU's default generator draw from ``own``; returns what ``restore_generator`` needs."""
+    def swap_generator(self, device: torch.device, generator: torch.Generator) -> torch.Generator:
+        """Makes the GPU's default generator draw from ``generator``; returns what ``restore_generator`` needs."""
         # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
         default = _default_generator(device)
-        others = default.graphsafe_get_state()
-        default.graphsafe_set_state(own)
-        return others
+        previous = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        return previous
 
-    def restore_generator(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
-        """Ends ``swap_generator``: ``own`` has advanced, and the default generator draws as before."""
-        _default_generator(device).graphsafe_set_state(others)
+    def restore_generator(self, device: torch.device, generator: torch.Generator, previous: torch.Generator) -> None:
+        """Ends ``swap_generator``: ``generator`` has advanced, and the default generator draws as before."""
+        _default_generator(device).graphsafe_set_state(previous)
 
     def graph_pool(self, device: torch.device) -> Any:
         return torch.cuda.graph_pool_handle()
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> DeviceGraph:
         # The default one is drawn from where no replica swaps it for its own: by the default strategy.
-        every = [*generators, _default_generator(device)]
-        return DeviceGraph(device, every, pool, self.side_stream(device, "recording"))
+        registered = [*generators, _default_generator(device)]
+        return DeviceGraph(device, registered, pool, self.side_stream(device, "recording"))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """A copy in pinned host memory, and the event behind it. The host does not wait."""

@@ -59,6 +59,6 @@ def host_waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if on_gpu and args and isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu":
         return False  # it is on the host anyway
     if name in _INDEXING:  # rows that a mask chooses are counted; a single number written through a mask is not
-        masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masked and (name == "aten.index" or args[2].numel() != 1)
     return not _KNOWN_LATE.isdisjoint(func.tags) and kwargs.get("output_size") is None

@@ -110,24 +110,24 @@ class GpuSlot:
         self._replica = replica
         self._rows = rows
         self._alone = alone
-        self._held: ExitStack | None = None
-        self._others: Any = None
+        self._resources: ExitStack | None = None
+        self._default_state: Any = None
 
     def acquire(self) -> None:
         """Waits for the slot, then makes the replica's stream and generator the GPU's current ones."""
         self._gate.acquire()
         replica = self._replica
-        with ExitStack() as held:
-            held.callback(self._gate.release)
-            held.enter_context(replica.driver.on_stream(replica.stream))
-            held.enter_context(self._drawing())
+        with ExitStack() as resources:
+            resources.callback(self._gate.release)
+            resources.enter_context(replica.driver.on_stream(replica.stream))
+            resources.enter_context(self._drawing())
             replica.begin_peak()
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
 
     def release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
 
     def check(self) -> None:
         self._replica.check(self._rows)
@@ -141,11 +141,11 @@ class GpuSlot:
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
         replica, gpu = self._replica, self._replica.device.torch_device
-        replica.driver.restore_generator(gpu, replica.generator, self._others)
+        replica.driver.restore_generator(gpu, replica.generator, self._default_state)
         try:
             yield
         finally:
-            self._others = replica.driver.swap_generator(gpu, replica.generator)
+            self._default_state = replica.driver.swap_generator(gpu, replica.generator)
             replica.begin_peak()  # temporary memory of the block is not charged to the replica
 
     @contextmanager
@@ -160,11 +160,11 @@ class GpuSlot:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         replica, gpu = self._replica, self._replica.device.torch_device
-        self._others = replica.driver.swap_generator(gpu, replica.generator)
+        self._default_state = replica.driver.swap_generator(gpu, replica.generator)
         try:
             yield
         finally:
-            replica.driver.restore_generator(gpu, replica.generator, self._others)
+            replica.driver.restore_generator(gpu, replica.generator, self._default_state)
 
 
 class RunStreams:
@@ -228,10 +228,10 @@ def allocating_on(device: LogicalDevice) -> Iterator[None]:
     if driver is None:
         yield
         return
-    own, here = driver.stream(device), driver.current_stream(device.torch_device)
-    driver.wait(own, driver.record(here))
+    share, current = driver.stream(device), driver.current_stream(device.torch_device)
+    driver.wait(share, driver.record(current))
     try:
-        with driver.on_stream(own):
+        with driver.on_stream(share):
             yield
     finally:
-        driver.wait(here, driver.record(own))
+        driver.wait(current, driver.record(share))

@@ -279,23 +279,23 @@ class ReplicaRng(TorchFunctionMode):
 @contextmanager
 def without_replica_rng() -> Iterator[None]:
     """A block in which the replica's function mode is off: a compiler would trace it in every call of torch."""
-    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
-    with without_innermost_function_mode() if own else nullcontext():
+    is_innermost = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
+    with without_innermost_function_mode() if is_innermost else nullcontext():
         yield
 
 
 @contextmanager
-def default_generator_as(own: torch.Generator) -> Iterator[None]:
-    """A block in which torch's default generator draws the numbers of ``own``; one thread at a time."""
+def default_generator_as(generator: torch.Generator) -> Iterator[None]:
+    """A block in which torch's default generator draws the numbers of ``generator``; one thread at a time."""
     default = torch.default_generator
     with DEFAULT_GENERATOR_LOCK:
-        others = default.get_state()
-        default.set_state(own.get_state())
+        previous = default.get_state()
+        default.set_state(generator.get_state())
         try:
             yield
-            own.set_state(default.get_state())
+            generator.set_state(default.get_state())
         finally:
-            default.set_state(others)
+            default.set_state(previous)
 
 
 def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -71,6 +71,6 @@ def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
     names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
     # Attention is marked as random for its dropout, whatever that is.
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    return "dropout_p" not in names or bool(values.get("dropout_p"))
