@@ -252,14 +252,14 @@ class GraphedSteps:
                 self._kinds[key] = _Kind()
                 return None
             kind = self._kinds[key]
-            self._setup.module.propagation.follow()  # as a run would: what was set on the user's module, to all copies
+            self._setup.module.copy_follower.bring_changes()  # as a run would
             record = StepRecord(self._setup, self._optimizer, _tensors(leaves))
             if kind.record is not None and (change := kind.record.change(record)) is not None:
                 self._forget(change)
             if kind.alike and self._alike_in == epoch:
                 kind.replay = kind.replay or self._capture(leaves, structure)
                 outputs, metrics = kind.replay(leaves)
-                self._setup.module.propagation.note_replay()
+                self._setup.module.copy_follower.remember_replay()
             else:
                 outputs, metrics = self._observe(kind, record, batch, epoch)
         except NotCapturableError as reason:

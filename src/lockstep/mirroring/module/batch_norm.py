@@ -1,8 +1,8 @@
 """Batch norm in replicas: synchronised over all of them, and safe on a shard of one row.
 
 ``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas. For the others,
-``guard_single_row`` has a shard with one value per channel, which torch refuses, normalised by the running statistics,
-which it does not change.
+``normalising_single_row`` normalises a shard with one value per channel by the running statistics, without changing
+them: torch refuses such a shard.
 """
 
 from __future__ import annotations
@@ -195,8 +195,10 @@ def _track(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -
         running.lerp_(value.detach().to(running.dtype), momentum)
 
 
-def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
-    """A context to run ``module`` in: guards batch norms if all inputs have one row, and does nothing otherwise."""
+def normalising_single_row(
+    module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]
+) -> AbstractContextManager[object]:
+    """A block to run ``module`` in. If all inputs have one row, its batch norms use their running statistics."""
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)

@@ -23,7 +23,7 @@ from lockstep.introspection import is_kind
 from lockstep.mirroring.module.wrappers import is_wrapper
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.module.propagation import Propagation
+    from lockstep.mirroring.module.copy_follower import CopyFollower
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
@@ -100,7 +100,7 @@ class Copyings(dict[int, Copying]):
         module: nn.Module,
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Iterable[Propagation],
+        peers: Iterable[CopyFollower],
         changed: Set[int] = frozenset(),
     ) -> None:
         self._changed = changed
@@ -112,7 +112,7 @@ class Copyings(dict[int, Copying]):
     def __missing__(self, replica: int) -> Copying:
         leader, counterparts = self._leaders[replica], dict[int, Any]()
         for peer in self._peers:
-            peer.fill(replica, counterparts, self._changed)
+            peer.add_counterparts(replica, counterparts, self._changed)
         tensors = (*self._module.parameters(), *self._module.buffers())
         home = next((tensor.device for tensor in tensors), torch.device("cpu"))
         alias = leader != replica
