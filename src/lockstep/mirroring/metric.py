@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
+# How many frames of other packages stand between torch.set_grad_enabled and torchmetrics' update, at most; a look
+# through the whole stack would be made at every such call of a step.
 _FRAMES = 8
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _ON_ALL = frozenset(["set_dtype", "persistent"])
@@ -40,6 +42,7 @@ _NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "
 
 def is_metric(module: object) -> bool:
     """Whether it is a torchmetrics metric or several; nothing is, as long as nobody imported torchmetrics."""
+    # Not imported here: torchmetrics is optional, and a metric exists only after the program has imported it.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return False
@@ -100,7 +103,7 @@ def merge_into(part: Any, sources: Sequence[Any]) -> None:
         if states:
             setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
     part._update_count = sum(updates)
-    part._computed = None
+    part._computed = None  # torchmetrics would return the value that it cached for the former states
 
 
 def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
@@ -166,6 +169,7 @@ class MirroredMetric(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The persistent states of all replicas, merged; in a replica its own."""
+        # Without persistent states nothing is saved, and no other worker need be asked for its states.
         persistent = any(any(part._persistent.values()) for part in nested_metrics(self._copies[0]))
         outside = self._context() is None
         return (self._merged() if outside and persistent else self._local()).state_dict(*args, **kwargs)
@@ -205,6 +209,7 @@ class MirroredMetric(nn.Module):
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self._local(), name)
+        # A metric inside it, as in a wrapper or a sum, must be of all replicas too.
         if is_metric(value):
             return self._child(name)
         if self._context() is not None:
@@ -320,6 +325,8 @@ def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in owner.devices]
     for number, duplicate in enumerate(copies):
         _ungroup(duplicate)
+        # What the metric has counted before is kept in one copy of the whole job
+        # (test_what_was_counted_before_is_counted_once).
         if number or not owner.workers.leads:
             duplicate.reset()
     mirrored = MirroredMetric(owner, copies)
@@ -403,6 +410,8 @@ def _check_shapes(merged: Any, copies: Sequence[Any]) -> None:
         updated = [part_of_copy for part_of_copy in parts if part_of_copy.update_count]
         if not bare or len(updated) < 2:
             continue
+        # Compared with one replica's value: torchmetrics stacks such states, and compute() may take that for a state of
+        # more values.
         alone = copy.deepcopy(updated[0])
         alone._to_sync, alone._computed = False, None
         if _shapes(part.compute()) != _shapes(alone.compute()):

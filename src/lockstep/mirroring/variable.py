@@ -117,6 +117,7 @@ class MirroredVariable(VariableBase):
 
     def check_unchanged(self) -> None:
         """Raises UsageError if all values must be the same, and were changed in place so that they differ."""
+        # Versions first: comparing values would make the host wait for a GPU at every read.
         if not self.is_mirrored or self._versions == [tensor._version for tensor in self._values]:
             return
         if not _equal(self._values):
@@ -191,6 +192,8 @@ class MirroredVariable(VariableBase):
         return context.all_reduce(self.aggregation, value)
 
     def _first(self, values: list[Any]) -> torch.Tensor:
+        # A clone, since the first replica may go on and change its tensor while the others still read it
+        # (test_the_value_of_the_first_is_taken_before_it_goes_on).
         first = torch.as_tensor(values[0]).clone()
         self._workers.broadcast("variable write (only_first)", [first])
         return first
@@ -208,6 +211,7 @@ class MirroredVariable(VariableBase):
         replicas, dtype = self._workers.num_replicas, self._values[0].dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return total / replicas
+        # Integers are not rounded: the parts of 7 on 2 replicas are 4 and 3, and add up to what was assigned.
         total = total.to(dtype)
         first, more = self._workers.first_replica, total.remainder(replicas)
         numbers = range(first, first + len(self._values))
@@ -235,6 +239,7 @@ def _equal(values: Sequence[torch.Tensor]) -> bool:
         if other.shape != first.shape:
             return False
         moved = other.to(first.device)
+        # torch.equal alone says that NaN differs from NaN.
         if not (torch.equal(first, moved) or torch.isclose(first, moved, rtol=0, atol=0, equal_nan=True).all()):
             return False
     return True

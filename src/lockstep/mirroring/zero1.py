@@ -121,6 +121,7 @@ class ShardingGroup:
         home, this_owner = next(iter(flats.values())), self.workers.index
         length = min(longest, max(1, self.window_bytes // home.element_size() // len(shares)))
         buffer = home.new_empty(len(shares) + 1, length)
+        # In windows: gathered at once, the buffer would be as large as all weights, which sharding has just saved.
         for begin in range(0, longest, length):
             end = min(begin + length, longest)
             outgoing, *incoming = buffer[:, : end - begin].unbind()
@@ -160,6 +161,7 @@ class ShardedOptimizer:
             [parameter.numel() for parameter in parameters],
             sharing.workers.size,
             kinds=[(kind, parameter.requires_grad) for kind, parameter in zip(sharing.kinds, parameters, strict=True)],
+            # Of a weight that is not contiguous (channels_last) no range of memory is a range of elements.
             uncut=[number for number, parameter in enumerate(parameters) if not parameter.is_contiguous()],
         )
         self._local: dict[int, list[tuple[Piece, nn.Parameter]]] = {id(parameter): [] for parameter in parameters}
@@ -183,11 +185,13 @@ class ShardedOptimizer:
         """Inside the block the own pieces of ``parameters`` use their memory and gradients."""
         pieces = [(whole, *pair) for whole in parameters for pair in self._local[id(whole)] if pair[1] is not whole]
         for whole, piece, part in pieces:
+            # Views, so that the step of a piece writes the weight itself; new ones, since ``weight.data = x`` moves it.
             part.data = whole.data.view(-1)[piece.start : piece.stop]
             part.grad = None if whole.grad is None else _cut(whole.grad, piece)
         try:
             yield
         finally:
+            # Else the views would keep the gradients' memory after zero_grad(set_to_none=True).
             for _, _, part in pieces:
                 part.grad = None
 
@@ -197,6 +201,7 @@ class ShardedOptimizer:
         stepped = {
             number: parameter.data for number, parameter in enumerate(self._parameters) if parameter.grad is not None
         }
+        # Sorted: a set has no order, and all workers must exchange the dtypes in one.
         for dtype in sorted({weight.dtype for weight in stepped.values()}, key=str):
             weights = {number: weight for number, weight in stepped.items() if weight.dtype == dtype}
             flats = {number: weight.contiguous().view(-1) for number, weight in weights.items()}

@@ -43,6 +43,7 @@ class CallerState:
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
         operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
+        # torch.device and set_default_device are a function mode too; each replica gets one for its own device.
         devices = [mode for mode in functions if isinstance(mode, compat.DeviceContext)]
         return cls(
             grad=torch.is_grad_enabled(),
@@ -64,6 +65,7 @@ class CallerState:
                 stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
+            # Last: inference mode turns gradients off, and enable_grad inside no_grad must hold in the replicas.
             stack.enter_context(torch.set_grad_enabled(self.grad))
             # torch runs backward passes for a GPU in one thread per device, where replicas that share the device would
             # wait for each other in a collective's backward pass. So they run in the calling thread.
@@ -130,6 +132,7 @@ class Profile:
 
     def __init__(self, library: dict[str, Any]) -> None:
         self._library = library
+        # Two parts: torch keeps the profiler's state and the callbacks of record_function apart, both per thread.
         self._callbacks = library["callbacks"]()
         self._pointer = compat.SharedPtr()
         library["current"](ctypes.byref(self._pointer))

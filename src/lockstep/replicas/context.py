@@ -130,6 +130,8 @@ class ReplicaContext:
         """
 
         def once(values: list[Any]) -> Any:
+            # Without both, what combine draws would come from the generator of whichever replica was last
+            # (test_in_a_merge_call_it_does_not_matter_who_came_last).
             with in_context(None), self._slot.with_default_rng():
                 return combine(values)
 

@@ -108,6 +108,7 @@ class ReplicaRunner:
             )
             for device, share in zip(devices, shares, strict=True)
         }
+        # At the first strategy, and not at import: programs that only import lockstep keep their allocator as it is.
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
         patch_default_generator()
@@ -135,6 +136,7 @@ class ReplicaRunner:
         self._threads.check_process()
         if self._threads.closed:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
+        # It would wait for a thread that waits for it.
         if self._threads.has_current:
             raise UsageError(
                 "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
@@ -145,6 +147,8 @@ class ReplicaRunner:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
+            # Replicas of one thread each have no teams, so there the caller's team stays
+            # (test_replicas_of_one_thread_each_leave_the_caller_s_team_alone).
             if self._has_teams:
                 end_openmp_team()
             began = time.perf_counter()
@@ -156,6 +160,7 @@ class ReplicaRunner:
             with self._streams:
                 self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
+            # Runs under the caller's modes go one at a time whatever the policy says, so their times say nothing.
             for policy in () if caller.one_at_a_time else self._policies.values():
                 policy.record(fn, took)
         return run.results
@@ -211,6 +216,7 @@ class ReplicaRunner:
         self._threads.close()
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
+        # One gate for all devices where the caller's modes or hooks run: they are one object for all replicas.
         one = IssueGate(1)
         gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
@@ -229,6 +235,7 @@ class ReplicaRunner:
             self._failing(cause)
         for replica in range(submitted, len(self._devices)):
             barrier.leave(replica, ReplicaStopped())
+        # First without an interrupt: a replica that reaches a collective or its end in time stops in an orderly way.
         if barrier.wait_until_left(STOP_GRACE_S):
             self._stopped = None
             return
@@ -249,6 +256,7 @@ class _Run:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self._names, self._caller, self._note = names, caller, note
+        # One for each replica: a Context that another thread has entered cannot be entered (RuntimeError).
         self._contexts = [copy_context() for _ in names]
         self._profiles = [Profile.of_caller() for _ in names]
 

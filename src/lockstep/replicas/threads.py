@@ -22,8 +22,8 @@ from lockstep.errors import ConfigError, ReplicaError, UsageError
 
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 START_LIMIT_S = 60.0
-_RAISED_WITHIN = 1_000
 END_LIMIT_S = 10.0
+_RAISED_WITHIN = 1_000  # turns of an empty loop; CPython raises a pending exception at the first jump back
 
 Job = Callable[[], None]
 
@@ -59,7 +59,9 @@ class ReplicaThreads:
         self._process = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in cores]
         self._threads: list[threading.Thread] = []
+        # Not __del__: the interpreter calls a finalizer at its end too, while the threads can still be joined.
         self._finalizer = weakref.finalize(self, _end, self._inboxes, self._threads)
+        # torch.set_num_threads in a new thread also sets the value with which later threads begin.
         process_wide = torch.get_num_threads()
         try:
             for replica, (inbox, share) in enumerate(zip(self._inboxes, cores, strict=True)):
@@ -116,6 +118,7 @@ class ReplicaThreads:
         _clear_interrupt_request()
 
     def _set_pending(self, replica: int, exception: ctypes.py_object[type[BaseException]]) -> None:
+        # The only way to stop Python code in another thread: "while True: pass" asks for no event or flag.
         ident = self._threads[replica].ident
         if ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), exception)

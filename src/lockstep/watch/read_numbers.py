@@ -94,6 +94,7 @@ class ReadNumbers:
     ) -> None:
         """Notes the numbers of a call that was made; ``in_module`` says whether a mirrored module made it."""
         outputs = [leaf for leaf in tree_leaves(result) if is_kind(leaf, Tensor) and leaf.is_floating_point()]
+        # torch.tensor(weight) brings a number of Python's into torch: from here on its tensor stands for the number.
         if func in _MAKERS:
             self._number_tensors.update({id(output): ref(output) for output in outputs if self._may_be_numbers(output)})
             return
@@ -150,6 +151,7 @@ def difference_among(replicas: Sequence[ReadNumbers], *, only_in_modules: bool) 
 
 
 def _called_once(calls: Sequence[ReadNumber], only_in_modules: bool) -> dict[Any, ReadNumber]:
+    # By code and position in it, not by line: several calls of one line are different numbers.
     times = Counter((call.name, call.instruction) for call in calls)
     return {
         (call.name, call.instruction): call

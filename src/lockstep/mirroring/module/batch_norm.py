@@ -40,6 +40,7 @@ class SyncBatchNorm:
         input = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         empty = input is not None and not input.numel()
         batches = module.num_batches_tracked
+        # torch counts a batch before it looks at its rows; without rows in any replica one device counts none.
         before = batches.clone() if empty and batches is not None else None
         statistics = _StatisticsOfAll(context, module, input)
         with statistics:
@@ -77,7 +78,8 @@ class _StatisticsOfAll(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        if func is torch.batch_norm:  # as F.batch_norm itself calls it, with the arguments in another order
+        # A subclass may call torch's own function, as F.batch_norm does, with the arguments in another order.
+        if func is torch.batch_norm:
             input, weight, bias, running_mean, running_var, training, momentum, eps, _ = args
             return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return func(*args, **(kwargs or {}))
@@ -105,7 +107,8 @@ class _StatisticsOfAll(TorchFunctionMode):
             )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
+        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too
+        # (test_half_precision_is_added_in_float32).
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         # One all-reduce for sums and counts, another for centred squares; both are differentiable.
         sums = exact.sum(dims)
@@ -117,8 +120,10 @@ class _StatisticsOfAll(TorchFunctionMode):
                 f"{type(self._module).__name__} got one value per channel in the whole global batch, which has no "
                 "variance; give more rows, or put the module in eval()"
             )
+        # 1 for a batch without rows: 0 / 0 would be NaN, also in the gradients of the all-reduce.
         count = max(1.0, num_rows)
         mean = total[:-1] / count
+        # Two passes: the mean of squares minus the squared mean loses the digits of a small variance.
         centred = exact - mean.view(shape)
         squares = self._context.all_reduce("sum", centred.square().sum(dims))
         if num_rows:
@@ -199,6 +204,7 @@ def normalising_single_row(
     module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]
 ) -> AbstractContextManager[object]:
     """A block to run ``module`` in. If all inputs have one row, its batch norms use their running statistics."""
+    # Told from all inputs: batch norms deep in the module see activations, whose dimension 0 need not be rows.
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)

@@ -99,7 +99,8 @@ class CompiledCopies:
             for serves in ("first shape", "other shapes")
         )
         self._takes_others = compilation.dynamic is None
-        # Of each replica, since which one comes first is chance: the forms of the arguments of its first call.
+        # Per replica the forms of the arguments of its first call: which replica comes first is chance, and must not
+        # decide which code another one runs.
         self._first: list[dict[Hashable, Sequence[Hashable]]] = [{} for _ in copies]
         self._compiled_forms: list[set[Hashable]] = [set() for _ in copies]
 
@@ -108,7 +109,8 @@ class CompiledCopies:
         leaves = tree_leaves((args, kwargs))
         forms = tuple(map(_form, leaves))
         mode = (training, torch.is_grad_enabled())
-        # The first run may still choose among kernels, for all replicas.
+        # A first call keeps the lock to its end, since compiling and choosing among kernels are for all replicas. Later
+        # ones give it up where the code begins, or replicas would compute one after another.
         ends_with_look_up = (mode, forms) in self._compiled_forms[replica]
         try:
             with _LOOKUP.locked(self._name, ends_with_look_up=ends_with_look_up), without_replica_rng():
@@ -117,6 +119,7 @@ class CompiledCopies:
                 if is_other:
                     _mark_what_differs(leaves, first)
                 outputs = (self._of_others if is_other else self._of_first)[replica](*args, **kwargs)
+        # dynamo wraps what a backend raises; an error of this package says what to do and is raised as it is.
         except dynamo().exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             if isinstance(cause, LockstepError):
@@ -159,6 +162,7 @@ class SurroundingCompile:
 
     def _compiled_by(self, backend: Any) -> CompiledCopies:
         with self._lock:
+            # A list and ==, since not all backends can be hashed.
             for other, compiled in self._compiled:
                 if other is backend or other == backend:
                     return compiled
@@ -188,7 +192,8 @@ def _compiled(copy: nn.Module, backend: _Backend, replica: int) -> Callable[...,
     options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": backend.compilation.dynamic}
     if backend.surrounding.backend is None:
         return torch.compile(copy, **options)
-    # dynamo keeps code, its limit, and the sizes seen so far, by the function in which it begins, and by its name.
+    # dynamo keeps code, its limit of 8, and the sizes seen so far, by the function in which it begins, and by its name.
+    # So each replica gets a function, and a name, of its own.
     code = _call.__code__.replace(co_name=f"_call_{next(_NUMBERS)}_of_replica_{replica}")
     return partial(torch.compile(FunctionType(code, _call.__globals__, code.co_name), **options), copy)
 

@@ -64,6 +64,7 @@ class Copying(TorchFunctionMode):
 
     def of(self, value: Any, name: str) -> Any:
         """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
+        # Parameters first, into deepcopy's memo: deepcopy would give each a storage of its own.
         is_parameter = is_kind(value, torch.Tensor) and isinstance(value, nn.Parameter)
         for parameter in value.parameters() if is_kind(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
@@ -137,7 +138,8 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
     kind = type(parameter)
     is_subclass = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
     if is_subclass and not alias and not parameter.requires_grad:
-        # Quantised: the attributes say what its numbers mean, and its own class knows how to move them.
+        # Quantised: the attributes say what its numbers mean, and its own class knows how to move them
+        # (test_a_quantised_weight_keeps_its_class_and_what_it_means).
         moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
         return moved
     data = parameter.data if alias else _moved(parameter, device)

@@ -47,7 +47,8 @@ _INIT_MARK = "_made"
 
 def _member(name: str) -> property:
     """One of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
-    # nn.Module.__init__ sets it.
+    # A property with a setter, since nn.Module.__init__ sets it. torch.func.functional_call reads these dicts, not
+    # named_parameters() (test_torch_s_functional_call_takes_it).
     return property(lambda self: getattr(self._copy(), name), lambda self, value: self.__dict__.update({name: value}))
 
 
@@ -149,6 +150,7 @@ class MirroredModule(nn.Module):
             self._prepare_outside(copy)
             return copy(*args, **kwargs)
         block, on_return = self._prepare(copy, context, args, kwargs)
+        # Inside a function mode, such as that for one row, the compiled code is not used: its graph has no modes.
         if self._compiled_copies is not None and isinstance(block, nullcontext):
             return self._compiled_copies(context.local_replica, copy.training, args, kwargs)
         with block:
@@ -346,6 +348,7 @@ class MirroredModule(nn.Module):
         if outside:
             averages = self._averages()
             for key, value in state.items():
+                # By address, since state_dict has detached tensors; all tensors without elements have the address 0.
                 if isinstance(value, torch.Tensor) and value.numel():
                     state[key] = averages.get(value.data_ptr(), value)
         return state
@@ -386,6 +389,8 @@ class MirroredModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         copies = self.__dict__.get("_copies")
+        # Before __init__ has set the copies, _copy would ask for them here without an end. Names with "__" belong to
+        # protocols, such as pickle's: what the class does not have must not come from the user's module.
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         copy = self._copy()
@@ -398,6 +403,7 @@ class MirroredModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets it on the current replica's copy; outside replicas, on the user's module and so on all copies."""
         attributes = self.__dict__
+        # While __init__ runs, nn.Module's own attributes are set on this object and not on a copy.
         if _INIT_MARK not in attributes:
             super().__setattr__(name, value)
             return
@@ -483,7 +489,7 @@ def mirror_module(
     """
     devices, workers = owner.devices, partition.peers(owner.workers)
     _check_can_be_mirrored(module)
-    # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
+    # Using torch.nn.SyncBatchNorm asks for synchronised statistics. In training its forward needs torch.distributed.
     convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
     target_format = _memory_format_of(module, memory_format)
     with allocating_on(devices[0]):
@@ -492,6 +498,7 @@ def mirror_module(
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", with_memory([*module.parameters(), *module.buffers()]))
+    # After the broadcast: copies with storage of their own then have the chief's weights without another one.
     copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):

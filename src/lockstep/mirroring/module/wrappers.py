@@ -16,6 +16,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     return (
         hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
+        # A DTensor has the protocol too, but collectives of its own.
         and not kind.__module__.startswith("torch.")
     )
 

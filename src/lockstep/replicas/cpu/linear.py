@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import functorch_is_active, mkldnn_linear, num_dispatch_modes, will_run_node
 
+# By exact type: a subclass such as DTensor or a quantised weight has a linear layer of its own.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WORTH_IT = 1 << 22
 """The smallest product, in multiplications, for oneDNN: below it Python's overhead is as large as what is saved."""

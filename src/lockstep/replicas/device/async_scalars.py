@@ -25,6 +25,7 @@ class AsyncScalars:
         self._driver: DeviceDriver = driver
         gpu = device.torch_device
         with torch.no_grad():
+            # float64 holds every int32 and float32 exactly. One stacked tensor is one copy to the host.
             flat = [tensor.detach().reshape(()).to(gpu, torch.float64, non_blocking=True) for tensor in tensors]
             self._host, self._event = driver.to_host(torch.stack(flat))
         self._values = tuple(None if isinstance(value, Tensor) else float(value) for value in values)
@@ -41,6 +42,7 @@ class AsyncScalars:
                 self._driver.synchronize(self._event)
             arrivals = iter(self._host.tolist())
             self._numbers = tuple(next(arrivals) if value is None else value for value in self._values)
+            # The pinned memory goes back to torch's cache now, not with this object, which logs may keep.
             del self._host, self._event, self._values
         return self._numbers
 

@@ -6,7 +6,8 @@
 
 Only this module calls torch.cuda for these: ``tests/stand_in`` has a driver with the same methods that computes on the
 CPU and records its calls. torch's allocator reuses a freed block only on the stream on which it was allocated, so a
-share's stream is its memory pool as well.
+share's stream is its memory pool as well. ``torch.cuda.MemPool`` is not used: in torch 2.11 a block that
+``record_stream`` has seen is not reused while a pool is open, and cached memory is not released.
 
 What is said of CUDA here was read in torch's documentation and sources; no GPU has shown it yet.
 """
@@ -112,6 +113,7 @@ class DeviceDriver:
         return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        # torch's default event has no timing, which CUDA's reference advises for events that only order work.
         event: torch.cuda.Event = stream.record_event()
         return event
 
@@ -172,9 +174,10 @@ class DeviceDriver:
         return free, total
 
     def release_cached(self, device: torch.device) -> None:
-        torch.cuda.empty_cache()  # of all GPUs: torch has no other
+        torch.cuda.empty_cache()  # of all GPUs: torch has no call for one
 
     def limits_pools(self) -> bool:
+        # With cudaMallocAsync all streams allocate from one pool of the device, which is not divided into shares.
         return torch.cuda.get_allocator_backend() == "native"
 
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
@@ -223,6 +226,7 @@ def _statistic(device: torch.device, name: str, which: str) -> int:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
+    # torch.cuda.default_generators is an empty tuple until CUDA has been initialised.
     torch.cuda.init()  # type: ignore[no-untyped-call]
     generator: torch.Generator = torch.cuda.default_generators[device.index]
     return generator

@@ -18,6 +18,7 @@ from lockstep._torch_compat import TorchDispatchMode
 from lockstep.collectives.communicator import call_site
 from lockstep.replicas.context import get_replica_context
 
+# torch's own tags: the host cannot know the result, or its shape, before the device has computed it.
 _KNOWN_LATE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COPYING = ("aten._to_copy", "aten.copy_")
 _INDEXING = ("aten.index", "aten.index_put", "aten.index_put_")

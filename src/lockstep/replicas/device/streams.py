@@ -70,6 +70,8 @@ class GpuReplica:
 
     def check(self, rows: int | None) -> None:
         """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
+        # Counters first: pool() inspects every block, in milliseconds
+        # (test_memory_is_looked_at_only_when_a_pool_has_another_size).
         gpu = self.device.torch_device
         if self._limit is None or self.driver.resizes(gpu) == self._resizes:
             return
@@ -122,6 +124,7 @@ class GpuSlot:
             resources.enter_context(replica.driver.on_stream(replica.stream))
             resources.enter_context(self._drawing())
             replica.begin_peak()
+            # Only now: if a step above fails, for lack of memory, the gate and the generator are given back here.
             self._resources = resources.pop_all()
 
     def release(self) -> None:
@@ -133,6 +136,7 @@ class GpuSlot:
         self._replica.check(self._rows)
 
     def record_event(self) -> StreamEvent | None:
+        # Alone there is no other stream that would have to wait.
         if self._alone:
             return None
         driver = self._replica.driver
@@ -197,7 +201,8 @@ class RunStreams:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # A device that has failed may fail here too; the first error is the one to report.
+        # A device that has failed may fail here too; the first error is the one to report
+        # (test_at_the_end_of_a_run_that_failed_the_first_error_is_told).
         with nullcontext() if kind is None else suppress(RuntimeError):
             for event in self._record(self._all):
                 event.wait()
@@ -206,6 +211,7 @@ class RunStreams:
     def after(self, events: Sequence[StreamEvent]) -> Iterator[None]:
         """A block that queues work for combining behind ``events``, with the first replica's device as current."""
         with ExitStack() as stack:
+            # In reverse, so that the innermost block, and with it the current device, is the first GPU's.
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
             for event in events:
@@ -228,6 +234,7 @@ def allocating_on(device: LogicalDevice) -> Iterator[None]:
     if driver is None:
         yield
         return
+    # torch's allocator books a block on the stream that is current when it is allocated, and that is the share's pool.
     share, current = driver.stream(device), driver.current_stream(device.torch_device)
     driver.wait(share, driver.record(current))
     try:

@@ -28,6 +28,7 @@ def dropout(
 
 
 def _zero(input: torch.Tensor, noise: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    # The mask is scaled, not the result: one pass over the input, and p = 1 gives 0 without 0 / 0.
     return input * (noise.zero_() if p >= 1 else noise.bernoulli_(1 - p, generator=generator).div_(1 - p))
 
 

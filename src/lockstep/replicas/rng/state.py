@@ -20,6 +20,7 @@ from lockstep.replicas.device.streams import GpuReplica
 
 def derived_seed(*numbers: int) -> int:
     """A seed that depends on a sequence of numbers, such as (seed, replica), and on nothing else."""
+    # A hash, not seed + replica: neighbouring seeds of two trainings would share replicas' generators.
     digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -133,5 +134,7 @@ class _DefaultHere:
 @functools.cache
 def patch_default_generator() -> None:
     """Makes torch.get_rng_state and its like mean the replica's generator inside replicas. Process-wide and once."""
+    # By this name, since torch.utils.checkpoint takes no generator: it saves and restores the state by torch.random
+    # (test_checkpointed_dropout_has_the_gradients_of_plain_dropout).
     process_wide = torch.random.default_generator  # type: ignore[attr-defined]
     torch.random.default_generator = _DefaultHere(process_wide)  # type: ignore[assignment, attr-defined]
