@@ -262,10 +262,10 @@ def test_what_is_written_into_all_copies_stays_as_it_was_written(nets: Any):
 def test_a_part_that_was_replaced_is_looked_at_from_then_on(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(nn.Sequential(nn.BatchNorm1d(2)))
     mirrored[0] = nn.BatchNorm1d(2)
-    mirrored.propagation.follow()
+    mirrored.copy_follower.bring_changes()
     copies: Any = mirrored.copies
 
     copies[0][0].running_mean.fill_(4.0)
-    mirrored.propagation.follow()
+    mirrored.copy_follower.bring_changes()
 
     assert copies[1][0].running_mean.tolist() == [4, 4]

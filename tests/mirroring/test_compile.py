@@ -23,7 +23,7 @@ import lockstep as ls
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.mirroring.module.compile import _LOOKUP, Compilation
-from lockstep.replicas.runner import IssuePolicy
+from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.strategies.mirrored import MirroredStrategy
 
 
@@ -109,7 +109,7 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
     mirrored = strategy.mirror(nn.Linear(3, 1))
     mirrored.compile_as(Compilation(backend="eager"))
     monkeypatch.setattr("lockstep.mirroring.module.compile.COMPILE_LIMIT_S", 0.01)
-    with _LOOKUP.held("Other", ends_when_found=False), pytest.raises(ReplicaError) as raised:
+    with _LOOKUP.locked("Other", ends_with_look_up=False), pytest.raises(ReplicaError) as raised:
         strategy.run(mirrored, (torch.ones(2, 3),))
     assert "Linear has waited 0.01 s for a compiled module" in str(raised.value)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.replicas.runner import SHORT_STEP_S, TIMED_RUNS, WARM_UP_RUNS, IssuePolicy
+from lockstep.replicas.issue_policy import SHORT_STEP_S, TIMED_RUNS, WARM_UP_RUNS, IssuePolicy
 
 RUNS = WARM_UP_RUNS + TIMED_RUNS
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
+# How many frames of other packages stand between torch.set_grad_enabled and torchmetrics' update, at most; a look
+# through the whole stack would be made at every such call of a step.
 _FRAMES = 8
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _ON_ALL = frozenset(["set_dtype", "persistent"])
@@ -40,6 +42,7 @@ _NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "
 
 def is_metric(module: object) -> bool:
     """Whether it is a torchmetrics metric or several; nothing is, as long as nobody imported torchmetrics."""
+    # Not imported here: torchmetrics is optional, and a metric exists only after the program has imported it.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return False
@@ -100,7 +103,7 @@ def merge_into(part: Any, sources: Sequence[Any]) -> None:
         if states:
             setattr(part, name, states[0] if len(states) == 1 else merge_states(states, reduction))
     part._update_count = sum(updates)
-    part._computed = None
+    part._computed = None  # torchmetrics would return the value that it cached for the former states
 
 
 def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
@@ -139,12 +142,12 @@ class MirroredMetric(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Updates, and returns the value for these rows alone: in a replica for its shard, None for no rows."""
-        return None if self._has_no_rows(args, kwargs) else self._here()(*args, **kwargs)
+        return None if self._has_no_rows(args, kwargs) else self._local()(*args, **kwargs)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Updates the current replica's copy, if its shard has rows; outside replicas counts the rows once."""
         if not self._has_no_rows(args, kwargs):
-            self._here().update(*args, **kwargs)
+            self._local().update(*args, **kwargs)
 
     def compute(self) -> Any:
         """The value over the rows of all replicas. In replicas all must call it; outside, every worker."""
@@ -157,8 +160,8 @@ class MirroredMetric(nn.Module):
 
     def reset(self) -> None:
         """Forgets all updates: in a replica those of its own copy, outside those of all."""
-        for each in self._addressed():
-            each.reset()
+        for metric in self._addressed():
+            metric.reset()
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """A plain metric with the states of all replicas."""
@@ -166,9 +169,10 @@ class MirroredMetric(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The persistent states of all replicas, merged; in a replica its own."""
+        # Without persistent states nothing is saved, and no other worker need be asked for its states.
         persistent = any(any(part._persistent.values()) for part in nested_metrics(self._copies[0]))
         outside = self._context() is None
-        return (self._merged() if outside and persistent else self._here()).state_dict(*args, **kwargs)
+        return (self._merged() if outside and persistent else self._local()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Sets the persistent states, and forgets all others. Outside replicas only."""
@@ -178,8 +182,8 @@ class MirroredMetric(nn.Module):
 
     def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, MirroredMetric]]:
         """The metrics of a MetricCollection by name."""
-        shown, names = self._copies[0].keys(keep_base=keep_base), self._copies[0].keys(keep_base=True)
-        return [(name, self._child(key)) for name, key in zip(shown, names, strict=True)]
+        names, keys = self._copies[0].keys(keep_base=keep_base), self._copies[0].keys(keep_base=True)
+        return [(name, self._child(key)) for name, key in zip(names, keys, strict=True)]
 
     def values(self, copy_state: bool = True) -> list[MirroredMetric]:
         """The metrics of a MetricCollection."""
@@ -204,18 +208,19 @@ class MirroredMetric(nn.Module):
         copies = self.__dict__.get("_copies")
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        here = getattr(self._here(), name)
-        if is_metric(here):
+        value = getattr(self._local(), name)
+        # A metric inside it, as in a wrapper or a sum, must be of all replicas too.
+        if is_metric(value):
             return self._child(name)
         if self._context() is not None:
-            return here
+            return value
         if name in _NOT_ON_COPIES:
             raise UsageError(f"{name} would reach one replica's copy of the metric; call it before strategy.mirror")
         if name in _ON_ALL:
             return partial(self._on_all, name)
-        if callable(here) or name in self._state_names:
+        if callable(value) or name in self._state_names:
             return getattr(self._merged(), name)
-        return here
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "training" or "_copies" not in self.__dict__:
@@ -223,8 +228,8 @@ class MirroredMetric(nn.Module):
             return
         if name in self._state_names:
             raise UsageError(f"{name!r} is a state of the metric, which each replica has; call reset or update instead")
-        for each in self._addressed():
-            setattr(each, name, copy.deepcopy(value))
+        for metric in self._addressed():
+            setattr(metric, name, copy.deepcopy(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredMetric:
         return self  # in every copy of a module that holds it
@@ -240,8 +245,8 @@ class MirroredMetric(nn.Module):
         self._copies[0]._load_from_state_dict(*args)
 
     def _on_all(self, name: str, *args: Any, **kwargs: Any) -> None:
-        for each in self._copies:
-            getattr(each, name)(*args, **kwargs)
+        for metric in self._copies:
+            getattr(metric, name)(*args, **kwargs)
 
     @property
     def _state_names(self) -> set[str]:
@@ -255,18 +260,18 @@ class MirroredMetric(nn.Module):
 
     def _child(self, name: str) -> MirroredMetric:
         if name not in self._children:
-            copies = [getattr(each, name) for each in self._copies]
+            copies = [getattr(metric, name) for metric in self._copies]
             self._children[name] = MirroredMetric(self._owner, copies)
         return self._children[name]
 
     def _merged(self) -> Any:
         """A plain metric with the states of all replicas."""
-        states = [states_of(each) for each in self._copies]
+        states = [states_of(metric) for metric in self._copies]
         gathered = all_gather_object(self._owner.workers, f"metric {type(self._copies[0]).__name__}", states)
-        every = [each for worker in gathered for each in worker]
-        _warn_of_averaged_states(self._copies[0], every)
+        states_of_all = [states for worker in gathered for states in worker]
+        _warn_of_averaged_states(self._copies[0], states_of_all)
         _check_attributes(self._copies)
-        merged = merge_metrics(self._copies, every)
+        merged = merge_metrics(self._copies, states_of_all)
         _check_shapes(merged, self._copies)
         return merged
 
@@ -277,12 +282,12 @@ class MirroredMetric(nn.Module):
         rows = {count for count in map(_rows, (*args, *kwargs.values())) if count is not None}
         return rows == {0}
 
-    def _here(self) -> Any:
+    def _local(self) -> Any:
         context = self._context()
         return self._copies[0 if context is None else context.local_replica]
 
     def _addressed(self) -> Sequence[Any]:
-        return self._copies if self._context() is None else [self._here()]
+        return self._copies if self._context() is None else [self._local()]
 
     def _context(self) -> ReplicaContext | None:
         return own_context(self._owner, "metric")
@@ -318,10 +323,12 @@ def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
     check_kind(metric)
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in owner.devices]
-    for number, each in enumerate(copies):
-        _ungroup(each)
+    for number, duplicate in enumerate(copies):
+        _ungroup(duplicate)
+        # What the metric has counted before is kept in one copy of the whole job
+        # (test_what_was_counted_before_is_counted_once).
         if number or not owner.workers.leads:
-            each.reset()
+            duplicate.reset()
     mirrored = MirroredMetric(owner, copies)
     mirrored.__dict__["_plain"] = metric  # the strategy finds the mirrored one by its id, which must stay its own
     _forward(metric, mirrored)
@@ -362,10 +369,10 @@ def _forward(metric: Any, mirrored: MirroredMetric) -> None:
             _forward(part, mirrored._child(name))
 
 
-def _warn_of_averaged_states(metric: Any, every: Sequence[list[dict[str, Any]]]) -> None:
+def _warn_of_averaged_states(metric: Any, states_of_all: Sequence[list[dict[str, Any]]]) -> None:
     """Warns if replicas have different values of a state that the metric averages: only equal shards make it exact."""
     mean = sys.modules["torchmetrics"].utilities.data.dim_zero_mean
-    for part, sources in zip(nested_metrics(metric), zip(*every, strict=True), strict=True):
+    for part, sources in zip(nested_metrics(metric), zip(*states_of_all, strict=True), strict=True):
         for name in (name for name, reduction in part._reductions.items() if reduction is mean):
             values = [source["states"][name].cpu() for source in sources if source["updates"]]
             if any(not torch.equal(values[0], value) for value in values[1:]):
@@ -379,10 +386,10 @@ def _warn_of_averaged_states(metric: Any, every: Sequence[list[dict[str, Any]]])
 def _check_attributes(copies: Sequence[Any]) -> None:
     """Refuses a metric that counts in attributes which are not states: they would be one replica's."""
     for parts in zip(*map(nested_metrics, copies), strict=True):
-        first, *others = [part for part in parts if part.update_count] or parts[:1]
+        first, *rest = [part for part in parts if part.update_count] or parts[:1]
         for name, value in vars(first).items():
             counts = is_kind(value, (int, float, Tensor)) and name not in (*first._defaults,) and name[0] != "_"
-            if counts and any(not _is_equal(value, vars(other).get(name)) for other in others):
+            if counts and any(not _is_equal(value, vars(other).get(name)) for other in rest):
                 raise UsageError(
                     f"{type(first).__name__} changes its attribute {name!r} in update, and each replica has another "
                     f'value of it; make it a state, self.add_state("{name}", ..., dist_reduce_fx="sum")'
@@ -400,10 +407,12 @@ def _check_shapes(merged: Any, copies: Sequence[Any]) -> None:
     for part, *parts in zip(nested_metrics(merged), *map(nested_metrics, copies), strict=True):
         reductions = part._reductions.items()
         bare = [name for name, fn in reductions if fn is None and isinstance(getattr(part, name), Tensor)]
-        used = [own for own in parts if own.update_count]
-        if not bare or len(used) < 2:
+        updated = [part_of_copy for part_of_copy in parts if part_of_copy.update_count]
+        if not bare or len(updated) < 2:
             continue
-        alone = copy.deepcopy(used[0])
+        # Compared with one replica's value: torchmetrics stacks such states, and compute() may take that for a state of
+        # more values.
+        alone = copy.deepcopy(updated[0])
         alone._to_sync, alone._computed = False, None
         if _shapes(part.compute()) != _shapes(alone.compute()):
             raise UsageError(

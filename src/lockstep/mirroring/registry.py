@@ -25,8 +25,8 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
+from lockstep.mirroring.module.copy_follower import CopyFollower
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
-from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings, watch_plain_steps
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
@@ -34,7 +34,7 @@ from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
-from lockstep.replicas.runner import code_of, unwrapped
+from lockstep.replicas.issue_policy import code_of, unwrapped
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -106,9 +106,7 @@ class MirroredObjects:
         if mirrored is None:
             watch_plain_steps()
             self.follow()
-            mirrored = mirror_module(
-                strategy, module, self._partition, self._propagations, sync_batchnorm, memory_format
-            )
+            mirrored = mirror_module(strategy, module, self._partition, self._followers, sync_batchnorm, memory_format)
             mirrored.optimizers = self.optimizers
             self._made += 1
             self._modules[id(mirrored.module)] = mirrored
@@ -218,7 +216,7 @@ class MirroredObjects:
 
     def _take_hooks(self, module: MirroredModule) -> None:
         """Has updates call the hooks on parameters that several replicas train, or refuses them in a user's loop."""
-        weights = module.propagation.weights
+        weights = module.copy_follower.weights
         for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
             weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
             if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
@@ -229,13 +227,13 @@ class MirroredObjects:
         """Around a function that runs once for all replicas during a run: what it sets reaches all copies."""
         with ExitStack() as stack:
             for module in self.modules:
-                stack.enter_context(module.propagation.paused())
+                stack.enter_context(module.copy_follower.paused())
             yield
 
     def follow(self) -> None:
         """Between runs: brings new submodules, weights and buffers to all copies."""
         for module in self.modules:
-            if module.propagation.follow():
+            if module.copy_follower.bring_changes():
                 self._guarded = -1
 
     @contextmanager
@@ -252,7 +250,7 @@ class MirroredObjects:
         finally:
             with ExitStack() as stack:
                 for module in self.modules:
-                    stack.callback(module.propagation.end, failed=failed)
+                    stack.callback(module.copy_follower.after_run, failed=failed)
                 for gradients, marks in before if failed else ():
                     stack.callback(gradients.run_failed, marks)
 
@@ -300,8 +298,8 @@ class MirroredObjects:
         count = self._counts.get(_step_of(fn))
         return count is not None and count.modules == self._made and count.with_rows > 0
 
-    def _propagations(self) -> list[Propagation]:
-        return [module.propagation for module in self.modules]
+    def _followers(self) -> list[CopyFollower]:
+        return [module.copy_follower for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         self.follow()

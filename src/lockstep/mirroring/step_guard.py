@@ -61,6 +61,7 @@ _METADATA = frozenset(
 _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
+# Both are refused in a step: each replica's hook would see its own gradient, and never the sum.
 _HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 _PLAIN = (int, float, complex, str, tuple, type(None))
 _PARAMETER = nn.Parameter  # a global is found faster
@@ -81,20 +82,22 @@ def refuse_forward_mode() -> Any:
 def _writers() -> frozenset[Any]:
     """Functions and methods of torch that change their first argument in place."""
     names = [(home, name) for home in (torch.Tensor, torch, F, nn.init) for name in dir(home)]
-    writes = [each for each in names if each[1].endswith("_") and each[1][-2:] != "__" and each[1] not in _NO_WRITES]
+    writes = [
+        member for member in names if member[1].endswith("_") and member[1][-2:] != "__" and member[1] not in _NO_WRITES
+    ]
     writes += [(torch.Tensor, name) for name in dir(torch.Tensor) if name == "__setitem__" or name[:3] == "__i"]
-    found = [getattr(home, name, None) for home, name in writes if name not in ("__index__", "__invert__")]
-    return frozenset(each for each in found if callable(each) and not isinstance(each, type))
+    functions = [getattr(home, name, None) for home, name in writes if name not in ("__index__", "__invert__")]
+    return frozenset(function for function in functions if callable(function) and not isinstance(function, type))
 
 
 _WRITERS = _writers()
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CopyTensor:
     """A tensor of a mirrored module's copy."""
 
-    tensor: ref[torch.Tensor]  # the id of a tensor that is gone may be another one's
+    tensor: ref[torch.Tensor]  # another tensor may have the id of one that no longer exists
     replica: int
     name: str
     module: str
@@ -108,7 +111,7 @@ class Ownership:
     """Which replica each tensor of the mirrored modules belongs to. Made again when a module has changed."""
 
     def __init__(self, modules: Iterable[MirroredModule]) -> None:
-        self.known: dict[int, _Known] = {}
+        self.tensors: dict[int, _CopyTensor] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
         self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
@@ -116,19 +119,24 @@ class Ownership:
             self.divided |= divided
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-                    self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
+                    self.tensors[id(tensor)] = _CopyTensor(ref(tensor), replica, name, name_of, divided)
                 for parameter in copy.parameters():
                     self.weights.setdefault(_storage(parameter), []).append(ref(parameter))
 
-    def weight_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is, or looks into, the memory of a mirrored weight."""
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a mirrored weight, or a view of one."""
+        # By storage, since weight.data, weight[0] and weight.view(-1) are other tensors of the same memory. A weight
+        # may have been given another storage since, so that its reference is compared once more.
         storage = _storage(tensor)
-        found = (each() for each in self.weights.get(storage, ()))
-        return any(weight is not None and _storage(weight) == storage for weight in found)
+        weights = (reference() for reference in self.weights.get(storage, ()))
+        return any(weight is not None and _storage(weight) == storage for weight in weights)
 
 
-class _Written:
+class _WrittenMemory:
     """What each replica has written of one storage, from its first byte to its last. The storage is held weakly."""
+
+    # Spans, since replicas may write rows of their own in one tensor
+    # (test_replicas_may_change_rows_of_their_own_in_one_tensor).
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -155,16 +163,20 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._written: dict[int, _Written] = {}
-        self._of: dict[int, tuple[Any, int]] = {}
+        self._written: dict[int, _WrittenMemory] = {}
+        self._first_users: dict[int, tuple[Any, int]] = {}
         self._watched: dict[tuple[int, int], Any] = {}
         self._used_before: dict[int, Any] = {}
 
     def clear(self, *, one_replica: bool) -> None:
+        # With several workers of one replica each no second replica of this process uses the tensor; that it was there
+        # before the step is what tells that it was not made in it.
         self._used_before = {}
         if one_replica:
-            self._used_before = {number: used for number, (used, _) in self._of.items() if used() is not None}
-        self._of.clear()
+            self._used_before = {
+                number: reference for number, (reference, _) in self._first_users.items() if reference() is not None
+            }
+        self._first_users.clear()
         self._written.clear()
         while self._watched:
             self._watched.popitem()[1].remove()
@@ -189,11 +201,11 @@ class Claims:
         if not tensor.numel():
             return None
         items = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        known = self._written.get(storage._cdata)
-        if known is None or known.is_gone:
+        memory = self._written.get(storage._cdata)
+        if memory is None or memory.is_gone:
             self._written.pop(storage._cdata, None)
-            known = self._written.setdefault(storage._cdata, _Written(storage))
-        return known.other(start, start + items * tensor.element_size(), replica)
+            memory = self._written.setdefault(storage._cdata, _WrittenMemory(storage))
+        return memory.other(start, start + items * tensor.element_size(), replica)
 
     def used_before(self, thing: Any) -> bool:
         """Whether the only local replica has used an object in the run before this."""
@@ -201,12 +213,12 @@ class Claims:
 
     def other(self, thing: Any, replica: int) -> int | None:
         """Notes a use; returns another replica that has used the same object in this run, or None."""
-        found = self._of.get(id(thing))
-        if found is None or found[0]() is not thing:
-            # Of two replicas that come at the same moment, both see what was set first.
-            self._of.pop(id(thing), None)
-            found = self._of.setdefault(id(thing), (ref(thing), replica))
-        return found[1] if found[0]() is thing and found[1] != replica else None
+        claim = self._first_users.get(id(thing))
+        if claim is None or claim[0]() is not thing:
+            # setdefault is atomic: of two replicas that come at the same moment, both see what was set first.
+            self._first_users.pop(id(thing), None)
+            claim = self._first_users.setdefault(id(thing), (ref(thing), replica))
+        return claim[1] if claim[0]() is thing and claim[1] != replica else None
 
 
 class StepGuard:
@@ -216,18 +228,21 @@ class StepGuard:
         self._gradients = gradients
         self._replica = replica
         self._ownership = ownership
-        self._known = ownership.known
-        self._own = {number for number, known in ownership.known.items() if known.replica == replica}
-        self._foreign = ownership.known.keys() - self._own
+        self._tensors = ownership.tensors
+        self._local_ids = {number for number, entry in ownership.tensors.items() if entry.replica == replica}
+        self._foreign_ids = ownership.tensors.keys() - self._local_ids
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuses a call of a torch function, makes it for all replicas and returns its result, or returns PROCEED."""
-        for arg in args:  # written out: this runs at every call of a torch function
+        # Written out, without any() or a helper, and before the look-up of the function: this runs at every call of a
+        # torch function. The guard takes 0.3 us a call. Parameters are told by what is local, since all others need a
+        # look; of other tensors only another replica's do.
+        for arg in args:
             kind = type(arg)
             if kind is tuple or kind is list:
                 self._look_at_all(func, arg)
-            elif (id(arg) not in self._own) if kind is _PARAMETER else (id(arg) in self._foreign):
+            elif (id(arg) not in self._local_ids) if kind is _PARAMETER else (id(arg) in self._foreign_ids):
                 self._look_at(func, arg)
         if kwargs:
             self._look_at_all(func, kwargs.values())
@@ -239,30 +254,32 @@ class StepGuard:
         return PROCEED if check is None else check(self, func, args, kwargs)
 
     def _look_at_all(self, func: Callable[..., Any], tensors: Iterable[Any]) -> None:
-        for each in tensors:
-            if (id(each) not in self._own) if type(each) is _PARAMETER else (id(each) in self._foreign):
-                self._look_at(func, each)
+        for tensor in tensors:
+            if (id(tensor) not in self._local_ids) if type(tensor) is _PARAMETER else (id(tensor) in self._foreign_ids):
+                self._look_at(func, tensor)
 
     def _check_parameter(self, func: Callable[..., Any], args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         parameter, context = args[0], get_replica_context()
-        known = self._known.get(id(parameter))
-        if context is None or known is None or not known.is_of(parameter):
+        entry = self._tensors.get(id(parameter))
+        if context is None or entry is None or not entry.is_of(parameter):
             return PROCEED
         if func in _HOOKS:
             raise UsageError(
-                f"the step registers a hook on {known.name!r} at {call_site()}; it would see one "
+                f"the step registers a hook on {entry.name!r} at {call_site()}; it would see one "
                 "replica's gradient; read or change .grad after backward(), where it is the sum over all replicas"
             )
-        if known.replica != self._replica or (func == SET_DATA and _is_same_memory(parameter, args[1])):
-            return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
+        if entry.replica != self._replica or (func == SET_DATA and _is_same_memory(parameter, args[1])):
+            # "weight.data *= mask" is a change in place, made once for all, and then assigns the same memory
+            # (test_a_weight_s_data_multiplied_in_place_is_that_of_one_device).
+            return PROCEED
         if func == SET_DATA:
             raise UsageError(
-                f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
+                f"the step assigns {entry.name}.data, which would part this replica's weights from the others'; change "
                 "it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
             )
-        if func == GET_GRAD and known.divided:
+        if func == GET_GRAD and entry.divided:
             raise UsageError(
-                f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; step "
+                f"the step reads {entry.name}.grad at {call_site()}, and this worker holds a part of the model; step "
                 "an optimizer that strategy.mirror(optimizer) returned; to clip, call its sum_gradients() there, and "
                 "clip_sums(norm) and step() after strategy.run, on every worker"
             )
@@ -279,23 +296,27 @@ class StepGuard:
         name = getattr(func, "__name__", "")
         if not isinstance(tensor, torch.Tensor) or name in _METADATA or (name == "__get__" and func not in _VIEWS):
             return
-        if get_replica_context() is None:  # a merge_call: for all replicas, on the user's own objects
+        # Asked late, since it costs a look-up of a context variable and few calls come this far. None is a merge_call:
+        # it runs for all replicas, on the user's own objects.
+        if get_replica_context() is None:
             return
-        known = self._known.get(id(tensor))
-        if known is not None and known.is_of(tensor):
-            self._check_foreign(func, tensor, known)
+        entry = self._tensors.get(id(tensor))
+        if entry is not None and entry.is_of(tensor):
+            self._check_foreign(func, tensor, entry)
         elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
 
-    def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, known: _Known) -> None:
+    def _check_foreign(self, func: Callable[..., Any], tensor: torch.Tensor, entry: _CopyTensor) -> None:
         message = (
-            f"the step uses {known.name!r} of the plain {known.module}, which is replica {known.replica}'s copy, in "
+            f"the step uses {entry.name!r} of the plain {entry.module}, which is replica {entry.replica}'s copy, in "
             f"replica {self._replica}, at {call_site()}; use what strategy.mirror(module) returned, in closures and "
             "penalties too"
         )
         if not isinstance(tensor, nn.Parameter) or func == GET_GRAD or func in _WRITERS:
             raise UsageError(message)
-        if tensor.requires_grad and torch.is_grad_enabled():  # only reading it is harmless: its numbers are equal
+        # Reading another copy's weight is harmless, since its numbers are equal: a teacher need not be mirrored. Only a
+        # gradient would be lost, so it is refused when the backward pass brings one.
+        if tensor.requires_grad and torch.is_grad_enabled():
             self._claims.refuse_gradient(tensor, self._replica, message)
 
     def _check_unmirrored(self, tensor: torch.Tensor) -> None:
@@ -320,6 +341,7 @@ class StepGuard:
                 )
 
     def _check_metric(self, *_: Any) -> Any:
+        # torchmetrics calls torch.set_grad_enabled first in each update, so no part of it needs a patch.
         metric = metric_being_updated() if "torchmetrics" in sys.modules else None
         other = None if metric is None or get_replica_context() is None else self._claims.other(metric, self._replica)
         if other is not None:
@@ -348,11 +370,11 @@ class StepGuard:
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any = None) -> Any:
         target = args[0] if args else next(iter(kwargs.values()), None)
         targets = target if isinstance(target, (list, tuple)) else (target,)
-        tensors = [each for each in targets if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in targets if isinstance(leaf, torch.Tensor)]
         if not tensors or (context := get_replica_context()) is None:
             return PROCEED
-        if any(self._ownership.weight_of(each) for each in tensors):
-            if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
+        if any(self._ownership.is_weight(tensor) for tensor in tensors):
+            if torch.is_grad_enabled() and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors):
                 return PROCEED  # which torch refuses
             read, named = read_tensors((args if call is None else call, kwargs))  # variables have other values there
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
@@ -360,7 +382,7 @@ class StepGuard:
             context.meet(name, _Write(func, read, named, tensors), make)
             return target
         for tensor in tensors:
-            other = None if id(tensor) in self._own else self._claims.other_writer(tensor, self._replica)
+            other = None if id(tensor) in self._local_ids else self._claims.other_writer(tensor, self._replica)
             if other is not None:
                 raise UsageError(
                     f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in place "
@@ -393,29 +415,31 @@ class _Write:
 
 def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result."""
-    first, *others = writes
+    first, *rest = writes
     name = getattr(first.func, "__name__", first.func)
     if is_random(first.func):
         raise UsageError(
             f"the step draws random numbers into a weight ({name}), and each replica draws its own; do it outside "
             "strategy.run, under torch.no_grad()"
         )
-    for replica, other in enumerate(others, start=1):
-        ours, theirs = _operands(first), _operands(other)
-        if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
+    for replica, other in enumerate(rest, start=1):
+        operands, operands_of_other = _operands(first), _operands(other)
+        if len(operands) != len(operands_of_other) or not all(map(_are_equal, operands, operands_of_other)):
             raise UsageError(
                 f"the step changes a weight in place ({name}) by values that differ between replica 0 and replica "
                 f'{replica}; reduce them first with ls.get_replica_context().all_reduce("sum", value)'
             )
+    # Without the modes: the call was looked at when the replicas made it, and its numbers are no replica's own.
     with DisableTorchFunction():
         if not workers.is_single:
             workers.add_digest(_digest(first, ownership))
         first.func(*first.args, **first.kwargs)
         with torch.no_grad():
-            for other in others:
-                for target, done in zip(other.targets, first.targets, strict=True):
-                    if target.data_ptr() != done.data_ptr():
-                        target.copy_(done)
+            # Replicas of one device alias the weights and have the result already; those with a memory limit do not.
+            for other in rest:
+                for target, source in zip(other.targets, first.targets, strict=True):
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
 
 
 def _digest(write: _Write, ownership: Ownership) -> int:
@@ -424,28 +448,28 @@ def _digest(write: _Write, ownership: Ownership) -> int:
     for operand in _operands(write):
         if not isinstance(operand, torch.Tensor):
             digest = zlib.crc32(repr(operand).encode(), digest) if isinstance(operand, _PLAIN) else digest
-        elif not ownership.weight_of(operand):
+        elif not ownership.is_weight(operand):
             digest = (digest * 31 + tensor_digest(operand)) % 2**64
     return digest
 
 
 def _operands(write: _Write) -> list[Any]:
-    targets = {id(each) for each in write.targets}
+    targets = {id(target) for target in write.targets}
     leaves, _ = tree_flatten((write.args, write.kwargs))
     return [leaf for leaf in leaves if id(leaf) not in targets]
 
 
-def _same(mine: Any, other: Any) -> bool:
-    if mine is other:
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
         return True
-    if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and isinstance(mine, numpy.ndarray) and isinstance(other, numpy.ndarray):
-            return bool(numpy.array_equal(mine, other))  # == is elementwise
-        return builtins.type(mine) is builtins.type(other) and bool(mine == other)
-    if mine.shape != other.shape or mine.dtype != other.dtype:
+        if numpy is not None and isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
+            return bool(numpy.array_equal(one, other))  # == is elementwise
+        return builtins.type(one) is builtins.type(other) and bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return mine.data_ptr() == other.data_ptr() or torch.equal(mine.detach(), other.detach().to(mine.device))
+    return one.data_ptr() == other.data_ptr() or torch.equal(one.detach(), other.detach().to(one.device))
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -463,9 +487,10 @@ def _storage(tensor: torch.Tensor) -> int:
 @contextmanager
 def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
     """Inside the block a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
+    # In first runs alone: the check is a hook, which torch.compile would take for a part of the compiled module.
     plain = [module.module for module in mirrored]
     # A mirrored metric is one object in all copies.
-    owners = {id(part): each for each in plain for part in each.modules() if not isinstance(part, MirroredMetric)}
+    owners = {id(part): module for module in plain for part in module.modules() if not isinstance(part, MirroredMetric)}
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()

@@ -62,7 +62,7 @@ class MirroredVariable(VariableBase):
         self.aggregation = aggregation
         self.synchronization = synchronization
         initial = _one_each(read_tensors(value), len(devices))
-        self._values = tuple(_copy_to(device, each) for each, device in zip(initial, devices, strict=True))
+        self._values = tuple(_copy_to(device, start) for start, device in zip(initial, devices, strict=True))
         if self.is_mirrored and not _equal(self._values):
             raise ConfigError(
                 f'a variable with synchronization "on_write" and aggregation {aggregation!r} has one value on all '
@@ -70,8 +70,8 @@ class MirroredVariable(VariableBase):
             )
         if not workers.is_single and not isinstance(value, PerReplica):
             workers.broadcast("the chief's value of a variable", self._values[:1])
-            for each in self._values[1:]:
-                each.copy_(self._values[0])
+            for tensor in self._values[1:]:
+                tensor.copy_(self._values[0])
         self._note_versions()
 
     @property
@@ -84,7 +84,7 @@ class MirroredVariable(VariableBase):
         """Copies of the local replicas' values."""
         self._context()
         self.check_unchanged()
-        return PerReplica([each.clone() for each in self._values])
+        return PerReplica([tensor.clone() for tensor in self._values])
 
     @property
     def is_mirrored(self) -> bool:
@@ -117,7 +117,8 @@ class MirroredVariable(VariableBase):
 
     def check_unchanged(self) -> None:
         """Raises UsageError if all values must be the same, and were changed in place so that they differ."""
-        if not self.is_mirrored or self._versions == [each._version for each in self._values]:
+        # Versions first: comparing values would make the host wait for a GPU at every read.
+        if not self.is_mirrored or self._versions == [tensor._version for tensor in self._values]:
             return
         if not _equal(self._values):
             raise UsageError(
@@ -135,13 +136,13 @@ class MirroredVariable(VariableBase):
         """
         context, value = self._context(), read_tensors(value)
         if context is not None:
-            self._write(context, value, lambda mine, new: new)
+            self._write(context, value, lambda current, new: new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum" and not isinstance(value, PerReplica):
             value = self._addends_of(_tensor_of(value))
         with torch.no_grad():
-            for mine, new in zip(self._values, self._outside(value), strict=True):
-                mine.copy_(_fitting(_tensor_of(new), mine))
+            for tensor, new in zip(self._values, self._outside(value), strict=True):
+                tensor.copy_(_fitting(_tensor_of(new), tensor))
         self._note_versions()
 
     def assign_add(self, value: Any) -> None:
@@ -155,7 +156,7 @@ class MirroredVariable(VariableBase):
     def _add(self, value: Any, sign: int, method: str) -> None:
         context, value = self._context(), read_tensors(value)
         if context is not None:
-            self._write(context, value, lambda mine, new: mine + sign * new)
+            self._write(context, value, lambda current, new: current + sign * new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum":
             raise ConfigError(
@@ -163,18 +164,18 @@ class MirroredVariable(VariableBase):
                 "call it inside a replica, or assign the whole value"
             )
         with torch.no_grad():
-            for mine, new in zip(self._values, self._outside(value), strict=True):
-                mine.add_(_fitting(_tensor_of(new), mine).to(mine.device), alpha=sign)
+            for tensor, new in zip(self._values, self._outside(value), strict=True):
+                tensor.add_(_fitting(_tensor_of(new), tensor).to(tensor.device), alpha=sign)
         self._note_versions()
 
     def _write(
         self, context: ReplicaContext, value: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> None:
-        mine = self._values[context.local_replica]
+        local = self._values[context.local_replica]
         with torch.no_grad():
             new = self._aggregated(context, value) if self.is_mirrored else value
-            mine.copy_(change(mine, torch.as_tensor(new).to(mine.device)))
-        self._versions[context.local_replica] = mine._version
+            local.copy_(change(local, torch.as_tensor(new).to(local.device)))
+        self._versions[context.local_replica] = local._version
 
     def _aggregated(self, context: ReplicaContext, value: Any) -> Any:
         if self.aggregation == "only_first":
@@ -191,6 +192,8 @@ class MirroredVariable(VariableBase):
         return context.all_reduce(self.aggregation, value)
 
     def _first(self, values: list[Any]) -> torch.Tensor:
+        # A clone, since the first replica may go on and change its tensor while the others still read it
+        # (test_the_value_of_the_first_is_taken_before_it_goes_on).
         first = torch.as_tensor(values[0]).clone()
         self._workers.broadcast("variable write (only_first)", [first])
         return first
@@ -208,13 +211,14 @@ class MirroredVariable(VariableBase):
         replicas, dtype = self._workers.num_replicas, self._values[0].dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return total / replicas
+        # Integers are not rounded: the parts of 7 on 2 replicas are 4 and 3, and add up to what was assigned.
         total = total.to(dtype)
         first, more = self._workers.first_replica, total.remainder(replicas)
         numbers = range(first, first + len(self._values))
         return PerReplica([total.div(replicas, rounding_mode="floor") + (more > number) for number in numbers])
 
     def _note_versions(self) -> None:
-        self._versions = [each._version for each in self._values]
+        self._versions = [tensor._version for tensor in self._values]
 
     def _context(self) -> ReplicaContext | None:
         return own_context(self._owner, "variable")
@@ -230,23 +234,24 @@ def _one_each(value: Any, num_replicas: int) -> list[Any]:
 
 def _equal(values: Sequence[torch.Tensor]) -> bool:
     """Whether all have the same values; NaN equals NaN."""
-    first, *others = values
-    for other in others:
+    first, *rest = values
+    for other in rest:
         if other.shape != first.shape:
             return False
-        there = other.to(first.device)
-        if not (torch.equal(first, there) or torch.isclose(first, there, rtol=0, atol=0, equal_nan=True).all()):
+        moved = other.to(first.device)
+        # torch.equal alone says that NaN differs from NaN.
+        if not (torch.equal(first, moved) or torch.isclose(first, moved, rtol=0, atol=0, equal_nan=True).all()):
             return False
     return True
 
 
-def _fitting(new: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+def _fitting(new: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """``new``, if it can be written over the variable ``mine``."""
     try:
-        return new.expand(mine.shape)
+        return new.expand(current.shape)
     except RuntimeError:
         raise ConfigError(
-            f"a variable of shape {tuple(mine.shape)} got a value of shape {tuple(new.shape)}; give one that fits"
+            f"a variable of shape {tuple(current.shape)} got a value of shape {tuple(new.shape)}; give one that fits"
         ) from None
 
 

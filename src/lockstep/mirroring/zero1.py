@@ -56,11 +56,11 @@ def divide_state(
     of_kind: dict[Hashable, list[int]] = {}
     for number in range(len(sizes)):
         of_kind.setdefault(None if kinds is None else kinds[number], []).append(number)
-    found: list[list[Piece]] = [[] for _ in range(owners)]
+    shares: list[list[Piece]] = [[] for _ in range(owners)]
     for members in of_kind.values():
-        for own, more in zip(found, _divided(members, sizes, owners, uncut), strict=True):
-            own += more
-    return tuple(tuple(sorted(own, key=lambda piece: piece.parameter)) for own in found)
+        for pieces, additions in zip(shares, _divided(members, sizes, owners, uncut), strict=True):
+            pieces += additions
+    return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in shares)
 
 
 def window(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
@@ -75,29 +75,29 @@ def window(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
 
 def _divided(members: Sequence[int], sizes: Sequence[int], owners: int, uncut: Collection[int]) -> list[list[Piece]]:
     total = sum(sizes[number] for number in members)
-    found: list[list[Piece]] = [[] for _ in range(owners)]
+    shares: list[list[Piece]] = [[] for _ in range(owners)]
     before, owner = 0, 0
     for number in members:
         start, size = 0, sizes[number]
         while start < size:
-            left = total * (owner + 1) // owners - before - start  # until this owner has its part
-            stop = size if owner == owners - 1 else start + _taken(left, size - start, cut=number not in uncut)
+            missing = total * (owner + 1) // owners - before - start  # until this owner has its part
+            stop = size if owner == owners - 1 else start + _share_of(missing, size - start, cut=number not in uncut)
             if stop > start:
-                found[owner].append(Piece(parameter=number, start=start, stop=stop))
+                shares[owner].append(Piece(parameter=number, start=start, stop=stop))
             start = stop
             if start < size:
                 owner += 1
         before += size
-    return found
+    return shares
 
 
-def _taken(left: int, size: int, *, cut: bool) -> int:
+def _share_of(missing: int, size: int, *, cut: bool) -> int:
     """How many of the next ``size`` elements an owner takes that is ``left`` elements from its part."""
-    if left >= size:
+    if missing >= size:
         return size
     if not cut:
-        return size if 2 * left >= size else 0
-    return min(size, max(0, -(-left // CUT_AT) * CUT_AT))
+        return size if 2 * missing >= size else 0
+    return min(size, max(0, -(-missing // CUT_AT) * CUT_AT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +114,23 @@ class ShardingGroup:
 
         ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers.
         """
-        present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
-        longest = max(sum(piece.size for piece in own) for own in present)
+        present = [tuple(piece for piece in pieces if piece.parameter in flats) for pieces in shares]
+        longest = max(sum(piece.size for piece in pieces) for pieces in present)
         if not longest:
             return
-        home, mine = next(iter(flats.values())), self.workers.index
+        home, this_owner = next(iter(flats.values())), self.workers.index
         length = min(longest, max(1, self.window_bytes // home.element_size() // len(shares)))
         buffer = home.new_empty(len(shares) + 1, length)
+        # In windows: gathered at once, the buffer would be as large as all weights, which sharding has just saved.
         for begin in range(0, longest, length):
             end = min(begin + length, longest)
-            sent, *received = buffer[:, : end - begin].unbind()
-            parts = [list(window(own, begin, end)) for own in present]
-            _copy(_views(sent, parts[mine]), _of(flats, parts[mine]))
-            self.stream.wait(self.stream.start_all_gather(sent, received), what)
-            for owner, others in enumerate(parts):
-                if owner != mine:
-                    _copy(_of(flats, others), _views(received[owner], others))
+            outgoing, *incoming = buffer[:, : end - begin].unbind()
+            parts = [list(window(pieces, begin, end)) for pieces in present]
+            _copy(_views(outgoing, parts[this_owner]), _of(flats, parts[this_owner]))
+            self.stream.wait(self.stream.start_all_gather(outgoing, incoming), what)
+            for owner, part in enumerate(parts):
+                if owner != this_owner:
+                    _copy(_of(flats, part), _views(incoming[owner], part))
 
 
 def _of(flats: Mapping[int, torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -157,56 +158,62 @@ class ShardedOptimizer:
         self._parameters = tuple(parameters)
         self._sharing = sharing
         self.shares = divide_state(
-            [each.numel() for each in parameters],
+            [parameter.numel() for parameter in parameters],
             sharing.workers.size,
-            kinds=[(kind, each.requires_grad) for kind, each in zip(sharing.kinds, parameters, strict=True)],
-            uncut=[number for number, each in enumerate(parameters) if not each.is_contiguous()],
+            kinds=[(kind, parameter.requires_grad) for kind, parameter in zip(sharing.kinds, parameters, strict=True)],
+            # Of a weight that is not contiguous (channels_last) no range of memory is a range of elements.
+            uncut=[number for number, parameter in enumerate(parameters) if not parameter.is_contiguous()],
         )
-        self._own: dict[int, list[tuple[Piece, nn.Parameter]]] = {id(each): [] for each in parameters}
+        self._local: dict[int, list[tuple[Piece, nn.Parameter]]] = {id(parameter): [] for parameter in parameters}
         for piece in self.shares[sharing.workers.index]:
             whole = self._parameters[piece.parameter]
             part = whole
             if piece.size != whole.numel():
                 part = nn.Parameter(_cut(whole.data, piece), requires_grad=whole.requires_grad)
-            self._own[id(whole)].append((piece, part))
+            self._local[id(whole)].append((piece, part))
 
-    def own(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def local_pieces(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """This worker's pieces of a parameter, or the parameter itself."""
-        return [part for _, part in self._own[id(parameter)]]
+        return [part for _, part in self._local[id(parameter)]]
 
     def pieces_of(self, parameter: nn.Parameter) -> list[tuple[int, nn.Parameter]]:
         """The same, each with the number of its first element in the parameter."""
-        return [(piece.start, part) for piece, part in self._own[id(parameter)]]
+        return [(piece.start, part) for piece, part in self._local[id(parameter)]]
 
     @contextmanager
     def ready(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside the block the own pieces of ``parameters`` use their memory and gradients."""
-        pieces = [(whole, *pair) for whole in parameters for pair in self._own[id(whole)] if pair[1] is not whole]
+        pieces = [(whole, *pair) for whole in parameters for pair in self._local[id(whole)] if pair[1] is not whole]
         for whole, piece, part in pieces:
+            # Views, so that the step of a piece writes the weight itself; new ones, since ``weight.data = x`` moves it.
             part.data = whole.data.view(-1)[piece.start : piece.stop]
             part.grad = None if whole.grad is None else _cut(whole.grad, piece)
         try:
             yield
         finally:
+            # Else the views would keep the gradients' memory after zero_grad(set_to_none=True).
             for _, _, part in pieces:
                 part.grad = None
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Takes the weights of all pieces that have gradients from their owners. All workers must call it."""
-        stepped = {number: each.data for number, each in enumerate(self._parameters) if each.grad is not None}
-        for dtype in sorted({each.dtype for each in stepped.values()}, key=str):
-            weights = {number: each for number, each in stepped.items() if each.dtype == dtype}
-            flats = {number: each.contiguous().view(-1) for number, each in weights.items()}
+        stepped = {
+            number: parameter.data for number, parameter in enumerate(self._parameters) if parameter.grad is not None
+        }
+        # Sorted: a set has no order, and all workers must exchange the dtypes in one.
+        for dtype in sorted({weight.dtype for weight in stepped.values()}, key=str):
+            weights = {number: weight for number, weight in stepped.items() if weight.dtype == dtype}
+            flats = {number: weight.contiguous().view(-1) for number, weight in weights.items()}
             self._sharing.fill(self.shares, flats, "the exchange of updated weights")
-            for number, each in weights.items():
-                if not each.is_contiguous():
-                    each.copy_(flats[number].view(each.shape))
+            for number, weight in weights.items():
+                if not weight.is_contiguous():
+                    weight.copy_(flats[number].view(weight.shape))
 
     @torch.no_grad()
     def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
         """The state as an unsharded optimizer has it, from that of the pieces, in new tensors. A collective."""
-        own = [
+        entries = [
             (
                 piece.parameter,
                 piece.start,
@@ -214,13 +221,13 @@ class ShardedOptimizer:
                 state[part],
             )
             for whole in self._parameters
-            for piece, part in self._own[id(whole)]
+            for piece, part in self._local[id(whole)]
             if part in state
         ]
-        found: dict[int, dict[str, Any]] = {}
-        for theirs in all_gather_object(self._sharing.workers, "the optimizer's state", own):
-            for number, start, elementwise, values in theirs:
-                whole, into = self._parameters[number], found.setdefault(number, {})
+        states: dict[int, dict[str, Any]] = {}
+        for entries_of_worker in all_gather_object(self._sharing.workers, "the optimizer's state", entries):
+            for number, start, elementwise, values in entries_of_worker:
+                whole, into = self._parameters[number], states.setdefault(number, {})
                 for sharded, (name, value) in zip(elementwise, values.items(), strict=True):
                     if not sharded:
                         into[name] = value
@@ -228,16 +235,16 @@ class ShardedOptimizer:
                     if name not in into:
                         into[name] = torch.empty(whole.shape, dtype=value.dtype, device=whole.device)
                     into[name].view(-1)[start : start + value.numel()] = value.reshape(-1).to(whole.device)
-        return {self._parameters[number]: found[number] for number in sorted(found)}
+        return {self._parameters[number]: states[number] for number in sorted(states)}
 
     @torch.no_grad()
     def cut(self, state: State) -> None:
         """Keeps of a whole state what belongs to the own pieces, in place. Nothing is sent."""
         for whole in self._parameters:
-            if whole not in state or any(part is whole for part in self.own(whole)):
+            if whole not in state or any(part is whole for part in self.local_pieces(whole)):
                 continue
             values = state.pop(whole)
-            for piece, part in self._own[id(whole)]:
+            for piece, part in self._local[id(whole)]:
                 state[part] = {
                     name: _cut(value, piece).clone() if _is_elementwise(value, whole) else value
                     for name, value in values.items()

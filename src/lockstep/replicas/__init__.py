@@ -1,7 +1,9 @@
 """Replicas: one copy of the step function per logical device, each run by a thread of its own.
 
     runner        one run: a job to each thread, then all results or the first error
-    threads       the persistent threads, and the caller's thread-local state that is set in them
+    threads       the persistent threads
+    caller_state  the caller's thread-local state, which is set again in the replicas' threads
+    issue_policy  how many replicas of one device issue work at once
     context       what a step function sees of its replica: ids, device, collectives
     compiled      code that torch.compile makes: the replica's own random numbers, faster products
     hooks         what a tool such as ``lockstep verify`` can observe of a strategy

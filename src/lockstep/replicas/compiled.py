@@ -37,8 +37,8 @@ _SEEDS, _PRODUCTS = "lockstep-replica-seeds-5", "lockstep-products-1"
 )
 def _replica_seeds(number: int, call: int) -> torch.Tensor:
     """Seeds [number] int64. ``call`` differs between the calls in a graph: torch would merge equal ones to one."""
-    here = own_generator.get()
-    generator = None if here is None else here()
+    get_generator = own_generator.get()
+    generator = None if get_generator is None else get_generator()
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (number,), dtype=torch.int64, generator=generator)
 
@@ -107,7 +107,7 @@ def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dic
 def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
     """Replaces the operators of a graph that draw random numbers on a CPU."""
     calls = itertools.count()
-    prims, own, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
+    prims, lockstep_ops, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
     methods = {  # operators that inductor has no code for; the first is that of dropout in place
         aten.bernoulli.p: "bernoulli_",
         aten.uniform.default: "uniform_",
@@ -118,14 +118,17 @@ def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             if node.target is prims.seeds:
-                _replace(node, graph.call_function(own.replica_seeds.default, (node.args[0], next(calls))))
+                _replace(node, graph.call_function(lockstep_ops.replica_seeds.default, (node.args[0], next(calls))))
             elif node.target is prims.random:
-                _replace(node, graph.call_function(own.random.default, node.args))
+                _replace(node, graph.call_function(lockstep_ops.random.default, node.args))
             elif node.target in methods and not node.kwargs:
                 like, *limits = node.args
-                seed = graph.call_function(own.replica_seeds.default, (1, next(calls)))
+                seed = graph.call_function(lockstep_ops.replica_seeds.default, (1, next(calls)))
                 seed.meta["val"] = like.meta["val"].new_empty(1, dtype=torch.int64)
-                _replace(node, graph.call_function(own.random_like.default, (like, methods[node.target], limits, seed)))
+                _replace(
+                    node,
+                    graph.call_function(lockstep_ops.random_like.default, (like, methods[node.target], limits, seed)),
+                )
             elif draws(node.target, node.args, node.kwargs):
                 raise ConfigError(
                     f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "
@@ -156,15 +159,15 @@ def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
             continue
         *added, a, b = node.args
-        if not is_worth_onednn(*(each.meta["val"] for each in (a, b, *added))):
+        if not is_worth_onednn(*(matrix.meta["val"] for matrix in (a, b, *added))):
             continue
-        bias = [each for each in added if each.meta["val"].ndim == 1]
+        bias = [term for term in added if term.meta["val"].ndim == 1]
         with graph.inserting_before(node):
-            own = graph.call_function(torch.ops.lockstep.product.default, (a, b, *(bias or [None])))
+            product = graph.call_function(torch.ops.lockstep.product.default, (a, b, *(bias or [None])))
             for other in added if not bias else ():  # such as the gradient that tied weights have from elsewhere
-                own.meta.update(node.meta)
-                own = graph.call_function(aten.add.Tensor, (own, other))
-        _replace(node, own)
+                product.meta.update(node.meta)
+                product = graph.call_function(aten.add.Tensor, (product, other))
+        _replace(node, product)
 
 
 def _is_on_cpu(node: torch.fx.Node) -> bool:

@@ -21,7 +21,7 @@ Conditions = dict[str, str]
 
 def conditions_of(devices: Sequence[LogicalDevice], threads: Sequence[int]) -> Conditions:
     """The conditions of this process, whose replicas compute on ``devices``, on a CPU with ``threads`` each."""
-    found = {
+    conditions = {
         "device": joined(map(device_name, devices)),
         "torch": torch.__version__,
         "float32 matmul precision": _setting(torch.get_float32_matmul_precision),
@@ -29,20 +29,20 @@ def conditions_of(devices: Sequence[LogicalDevice], threads: Sequence[int]) -> C
     }
     kinds = {device.torch_device.type for device in devices}
     if "cpu" in kinds:
-        found |= {
+        conditions |= {
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
             "BLAS": _blas(),
             "oneDNN": _version("MKL-DNN v"),
             "threads per replica": joined(map(str, threads)),
         }
     if "cuda" in kinds:
-        found |= {
+        conditions |= {
             "CUDA": str(torch.version.cuda or torch.version.hip),
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "TF32 in cuDNN": _setting(lambda: torch.backends.cudnn.allow_tf32),
             "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
         }
-    return found
+    return conditions
 
 
 def device_name(device: LogicalDevice) -> str:
@@ -74,14 +74,14 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _blas() -> str:
     version = _version("Math Kernel Library Version ")
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return f"MKL {version}" if version else (found[1] if found else "unknown")
+    match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return f"MKL {version}" if version else (match[1] if match else "unknown")
 
 
 def _version(title: str) -> str:
     """The version that follows ``title`` in what torch was built with; empty if it does not."""
-    found = re.search(re.escape(title) + r"([\w.]+)", torch.__config__.show())
-    return found[1] if found else ""
+    match = re.search(re.escape(title) + r"([\w.]+)", torch.__config__.show())
+    return match[1] if match else ""
 
 
 def _setting(read: Callable[[], object]) -> str:

@@ -118,8 +118,8 @@ class ReplicaContext:
         own value in place of each PerReplica.
         """
         check_call(fn, args, kwargs, "context.merge_call(fn, (x,))")
-        given = (tuple(args), dict(kwargs or {}))
-        result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self.strategy, all_given))
+        call = (tuple(args), dict(kwargs or {}))
+        result = self.meet("merge_call", call, lambda calls: _call_merged(fn, self.strategy, calls))
         return select(result, self.local_replica, len(self.strategy.devices))
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
@@ -130,6 +130,8 @@ class ReplicaContext:
         """
 
         def once(values: list[Any]) -> Any:
+            # Without both, what combine draws would come from the generator of whichever replica was last
+            # (test_in_a_merge_call_it_does_not_matter_who_came_last).
             with in_context(None), self._slot.with_default_rng():
                 return combine(values)
 
@@ -147,15 +149,15 @@ class ReplicaContext:
 
 
 def _call_merged(
-    fn: Callable[..., Any], strategy: Strategy, all_given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    fn: Callable[..., Any], strategy: Strategy, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> Any:
-    shapes = {(len(args), frozenset(kwargs)) for args, kwargs in all_given}
+    shapes = {(len(args), frozenset(kwargs)) for args, kwargs in calls}
     if len(shapes) > 1:
-        counts = ", ".join(f"{len(args)} args and kwargs {sorted(kwargs)}" for args, kwargs in all_given)
+        counts = ", ".join(f"{len(args)} args and kwargs {sorted(kwargs)}" for args, kwargs in calls)
         raise UsageError(f"merge_call got {counts} from the replicas; give it the same arguments in every replica")
     # Argument by argument: one whose structure differs between replicas becomes a PerReplica, and no other does.
-    args = [merge(column) for column in zip(*(args for args, _ in all_given), strict=True)]
-    kwargs = {name: merge([given[name] for _, given in all_given]) for name in all_given[0][1]}
+    args = [merge(column) for column in zip(*(args for args, _ in calls), strict=True)]
+    kwargs = {name: merge([keywords[name] for _, keywords in calls]) for name in calls[0][1]}
     try:
         with strategy.changes_spread():
             return fn(strategy, *args, **kwargs)

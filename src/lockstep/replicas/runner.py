@@ -8,17 +8,13 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
-from functools import partial
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +23,7 @@ from lockstep._torch_compat import compiled_code_for
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.introspection import attribute_of, is_kind
+from lockstep.replicas.caller_state import CallerState, Profile
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
@@ -35,88 +31,20 @@ from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
+from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
+from lockstep.replicas.threads import ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
 ErrorNote = Callable[[str, int, BaseException], str]
 """Makes the note on an error of a replica, given the replica's name and local number; empty for none."""
-WARM_UP_RUNS = 2
-TIMED_RUNS = 5
-SHORT_STEP_S = 0.02
-"""Only steps shorter than this, in seconds, are tried one after another: longer ones are not bound by Python."""
 STOP_GRACE_S = 1.0
 """Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
 STOP_LIMIT_S = 30.0
 """Seconds after the interrupt at which a replica that still runs is given up."""
-
-
-class _Trial:
-    """The runs of one step function so far: warm-up and timed runs at the largest width, then the same at width 1."""
-
-    def __init__(self, widest: int) -> None:
-        self.width = self._widest = widest
-        self.settled = widest == 1
-        self._seconds: dict[int, list[float]] = {widest: [], 1: []}
-
-    def record(self, seconds: float) -> None:
-        """Adds a run at the present width and decides when enough have been seen."""
-        if self.settled:
-            return
-        runs = self._seconds[self.width]
-        runs.append(seconds)
-        if len(runs) < WARM_UP_RUNS + TIMED_RUNS:
-            return
-        wide = statistics.median(self._seconds[self._widest][WARM_UP_RUNS:])
-        if self.width == self._widest and wide < SHORT_STEP_S:
-            self.width = 1
-            return
-        narrow = self._seconds[1][WARM_UP_RUNS:]
-        self.width = 1 if narrow and statistics.median(narrow) < wide else self._widest
-        self.settled = True
-
-
-def code_of(fn: Callable[..., Any]) -> type | CodeType:
-    """The code of a step function, which identifies it: a lambda or bound method is a new object at every call."""
-    if type(fn) is FunctionType:  # asked in every run; a function of Python's keeps its code where C reads it
-        return fn.__code__
-    code: type | CodeType = attribute_of(attribute_of(fn, "__func__", fn), "__code__", type(fn))
-    return code
-
-
-def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under partials, bound methods and decorators."""
-    if type(fn) is FunctionType and "__wrapped__" not in fn.__dict__:
-        return fn
-    passed: dict[int, Any] = {}
-    inner: Any = fn
-    while inner is not None and id(inner) not in passed:
-        fn = passed[id(inner)] = inner
-        inner = attribute_of(fn, "__func__", attribute_of(fn, "__wrapped__"))
-        if is_kind(fn, partial):
-            inner = attribute_of(fn, "func")
-    return fn
-
-
-class IssuePolicy:
-    """Decides, per step function, how many replicas of one physical device issue at once: ``widest``, or one."""
-
-    def __init__(self, widest: int) -> None:
-        self._widest = widest
-        self._trials: WeakKeyDictionary[type | CodeType, _Trial] = WeakKeyDictionary()
-
-    def width(self, fn: Callable[..., Any]) -> int:
-        return self._trial(fn).width
-
-    def record(self, fn: Callable[..., Any], seconds: float) -> None:
-        """Notes how long a run of ``fn`` at that width took."""
-        self._trial(fn).record(seconds)
-
-    def _trial(self, fn: Callable[..., Any]) -> _Trial:
-        return self._trials.setdefault(code_of(fn), _Trial(self._widest))
 
 
 def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
@@ -180,6 +108,7 @@ class ReplicaRunner:
             )
             for device, share in zip(devices, shares, strict=True)
         }
+        # At the first strategy, and not at import: programs that only import lockstep keep their allocator as it is.
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
         patch_default_generator()
@@ -207,6 +136,7 @@ class ReplicaRunner:
         self._threads.check_process()
         if self._threads.closed:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
+        # It would wait for a thread that waits for it.
         if self._threads.has_current:
             raise UsageError(
                 "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
@@ -217,6 +147,8 @@ class ReplicaRunner:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
+            # Replicas of one thread each have no teams, so there the caller's team stays
+            # (test_replicas_of_one_thread_each_leave_the_caller_s_team_alone).
             if self._has_teams:
                 end_openmp_team()
             began = time.perf_counter()
@@ -228,6 +160,7 @@ class ReplicaRunner:
             with self._streams:
                 self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
+            # Runs under the caller's modes go one at a time whatever the policy says, so their times say nothing.
             for policy in () if caller.one_at_a_time else self._policies.values():
                 policy.record(fn, took)
         return run.results
@@ -283,6 +216,7 @@ class ReplicaRunner:
         self._threads.close()
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
+        # One gate for all devices where the caller's modes or hooks run: they are one object for all replicas.
         one = IssueGate(1)
         gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
@@ -301,6 +235,7 @@ class ReplicaRunner:
             self._failing(cause)
         for replica in range(submitted, len(self._devices)):
             barrier.leave(replica, ReplicaStopped())
+        # First without an interrupt: a replica that reaches a collective or its end in time stops in an orderly way.
         if barrier.wait_until_left(STOP_GRACE_S):
             self._stopped = None
             return
@@ -321,6 +256,7 @@ class _Run:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
         self._names, self._caller, self._note = names, caller, note
+        # One for each replica: a Context that another thread has entered cannot be entered (RuntimeError).
         self._contexts = [copy_context() for _ in names]
         self._profiles = [Profile.of_caller() for _ in names]
 
@@ -329,16 +265,16 @@ class _Run:
     ) -> Callable[[], None]:
         """The job of a replica's thread. It never raises; ``leave`` takes the error."""
         replica, caller = context.local_replica, self._caller
-        profile, own = self._profiles[replica], context.device.torch_device
+        profile, device = self._profiles[replica], context.device.torch_device
 
         def in_slot() -> Any:
             slot.acquire()
             try:
                 self.barrier.stop_if_ended()
                 with (
-                    caller.default_device(own),
+                    caller.default_device(device),
                     caller.applied(),
-                    nullcontext() if profile is None else profile.shown(),
+                    nullcontext() if profile is None else profile.recorded(),
                     random,
                     in_context(context),
                     caller.modes_applied(),

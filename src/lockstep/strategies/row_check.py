@@ -69,7 +69,7 @@ class RowCheck:
             rows,
             through_modules=follows_modules(self._count.with_rows),
             row_outputs=self._count.row_outputs,
-            kept=kept,
+            module_state=kept,
             has_read=self._count.has_read,
             is_mean=partial(is_mean_of, rows=rows),
             begins_backward=passes.begins_again_at if looks else lambda _: None,

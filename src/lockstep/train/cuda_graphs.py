@@ -259,7 +259,7 @@ class GraphedSteps:
                 return None
             kind = self._kinds[key]
             # Before the record, which looks at the user's module alone.
-            self._setup.module.propagation.follow()  # as a run would: what was set on the user's module, to all copies
+            self._setup.module.copy_follower.bring_changes()  # as a run would
             record = StepRecord(self._setup, self._optimizer, _tensors(leaves))
             if kind.record is not None and (change := kind.record.change(record)) is not None:
                 self._forget(change)
@@ -268,7 +268,7 @@ class GraphedSteps:
             if kind.alike and self._alike_in == epoch:
                 kind.replay = kind.replay or self._capture(leaves, structure)
                 outputs, metrics = kind.replay(leaves)
-                self._setup.module.propagation.note_replay()
+                self._setup.module.copy_follower.remember_replay()
             else:
                 outputs, metrics = self._observe(kind, record, batch, epoch)
         except NotCapturableError as reason:

@@ -52,6 +52,7 @@ class Call:
         """The results for the four copies, and for each what was written into."""
         results, written = [], []
         for number in range(COPIES):
+            # Clones: a call in place must not write a second time into the step's own tensors.
             fresh = {id(target): target.detach().clone() for target in self.written}
             for leaf in self.leaves:
                 if (followed := get(leaf)) is not None:
@@ -69,6 +70,7 @@ class Call:
     def magnitude(self, result: Tensor, get: Callable[[Any], Followed | None]) -> Tensor:
         """The sum of the absolute values of the terms of a number."""
         arguments = [followed for leaf in self.leaves if (followed := get(leaf)) is not None]
+        # The result itself may be near 0 where large terms cancel, and is off by the roundings of those.
         terms = [followed.magnitude for followed in arguments if followed.magnitude is not None]
         least = [result.detach().abs().double(), *(terms if self.func in _ADDITIONS else ())]
         if self.func in _LINEAR:
@@ -135,8 +137,8 @@ _BY_THE_SHARD: dict[Any, Callable[[Call, tuple[Any, ...], dict[str, Any]], Tenso
 """Functions that take something from the shard itself on copies too."""
 
 
-def _exchanged(others: Mapping[int, Any], leaf: Any) -> Any:
-    return others.get(id(leaf), leaf)
+def _exchanged(replacements: Mapping[int, Any], leaf: Any) -> Any:
+    return replacements.get(id(leaf), leaf)
 
 
 def leaves_of(values: Any) -> Iterator[Any]:

@@ -47,7 +47,7 @@ class ReadNumber:
     name: str
     numbers: tuple[float, ...]
     site: str
-    place: tuple[int, int]  # the code that makes the call, and where in it
+    instruction: tuple[int, int]  # the code that makes the call, and where in it
     in_module: bool
     is_kept: bool = False
 
@@ -76,16 +76,16 @@ class ReadNumbers:
     Args:
         rows: the number of rows of the shard.
         batch: the leaves of the shard.
-        kept: tensors that modules have kept from an earlier step, and that depended on all its rows, by name.
+        module_state: tensors that modules have kept from an earlier step, and that depended on all its rows, by name.
     """
 
-    def __init__(self, rows: int, batch: Sequence[Any], kept: Mapping[str, Tensor]) -> None:
+    def __init__(self, rows: int, batch: Sequence[Any], module_state: Mapping[str, Tensor]) -> None:
         self.rows = rows
         self.calls: list[ReadNumber] = []  # that come into a gradient
-        self._made: dict[int, ref[Tensor]] = {}  # tensors that were made of numbers
+        self._number_tensors: dict[int, ref[Tensor]] = {}  # tensors that were made of numbers
         self._origins: dict[int, tuple[ref[Tensor], tuple[ReadNumber, ...]]] = {}  # of others without gradients
         self._storages = {_address(leaf) for leaf in batch if is_kind(leaf, Tensor)}
-        for name, tensor in kept.items():
+        for name, tensor in module_state.items():
             origin = ReadNumber(name, _values(tensor), "", (0, 0), in_module=True, is_kept=True)
             self._origins[id(tensor)] = ref(tensor), (origin,)
 
@@ -94,8 +94,9 @@ class ReadNumbers:
     ) -> None:
         """Notes the numbers of a call that was made; ``in_module`` says whether a mirrored module made it."""
         outputs = [leaf for leaf in tree_leaves(result) if is_kind(leaf, Tensor) and leaf.is_floating_point()]
+        # torch.tensor(weight) brings a number of Python's into torch: from here on its tensor stands for the number.
         if func in _MAKERS:
-            self._made.update({id(output): ref(output) for output in outputs if self._may_be_numbers(output)})
+            self._number_tensors.update({id(output): ref(output) for output in outputs if self._may_be_numbers(output)})
             return
         name = getattr(func, "__name__", str(func)).strip("_")
         leaves = tree_leaves((args, kwargs))
@@ -104,7 +105,7 @@ class ReadNumbers:
         numbers = [number for leaf in leaves if (number := _number(leaf, name)) is not None]
         numbers += [number for tensor in tensors if self._is_made_of_numbers(tensor) for number in _values(tensor)]
         if numbers:
-            origins.append(ReadNumber(name, tuple(numbers), call_site(), _place(), in_module))
+            origins.append(ReadNumber(name, tuple(numbers), call_site(), _instruction(), in_module))
         if any(output.requires_grad for output in outputs):
             self.calls += [origin for origin in origins if not origin.is_kept or origin not in self.calls]
         elif origins:
@@ -118,7 +119,7 @@ class ReadNumbers:
         return origins if reference is not None and reference() is tensor else ()
 
     def _is_made_of_numbers(self, tensor: Tensor) -> bool:
-        if (reference := self._made.get(id(tensor))) is not None and reference() is tensor:
+        if (reference := self._number_tensors.get(id(tensor))) is not None and reference() is tensor:
             return True
         # torch.from_numpy calls no function mode; its memory is NumPy's, which torch cannot resize.
         is_numpys = not tensor.requires_grad and tensor.device.type == "cpu" and not _is_resizable(tensor)
@@ -137,9 +138,9 @@ def difference_among(replicas: Sequence[ReadNumbers], *, only_in_modules: bool) 
     """
     if not replicas:
         return None
-    first, *others = replicas
+    first, *rest = replicas
     calls = _called_once(first.calls, only_in_modules)
-    for other in others:
+    for other in rest:
         calls_of_other = _called_once(other.calls, only_in_modules)
         for key, call in calls.items():
             numbers = zip(call.numbers, calls_of_other[key].numbers, strict=False) if key in calls_of_other else ()
@@ -150,15 +151,16 @@ def difference_among(replicas: Sequence[ReadNumbers], *, only_in_modules: bool) 
 
 
 def _called_once(calls: Sequence[ReadNumber], only_in_modules: bool) -> dict[Any, ReadNumber]:
-    times = Counter((call.name, call.place) for call in calls)
+    # By code and position in it, not by line: several calls of one line are different numbers.
+    times = Counter((call.name, call.instruction) for call in calls)
     return {
-        (call.name, call.place): call
+        (call.name, call.instruction): call
         for call in calls
-        if times[call.name, call.place] == 1 and (call.in_module or not only_in_modules)
+        if times[call.name, call.instruction] == 1 and (call.in_module or not only_in_modules)
     }
 
 
-def _place() -> tuple[int, int]:
+def _instruction() -> tuple[int, int]:
     frame = calling_frame()
     return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
 

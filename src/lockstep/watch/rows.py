@@ -200,7 +200,7 @@ class RowWatch:
         row_outputs: which outputs have rows, of each call of a mirrored module, as found so far.
         through_modules: whether to follow rows through mirrored modules, and to find ``row_outputs``. Otherwise the
             rows of such outputs are exchanged as those of the inputs are.
-        kept: what modules have kept from the step before that depended on all its rows, by name.
+        module_state: what modules have kept from the step before that depended on all its rows, by name.
         has_read: whether an earlier step has read numbers from rows.
         is_mean: whether a loss is a mean over the rows of the shard.
         begins_backward: called with the tensors that a backward pass begins at.
@@ -220,7 +220,7 @@ class RowWatch:
         *,
         through_modules: bool,
         row_outputs: RowOutputs | None = None,
-        kept: Mapping[str, Tensor] = MappingProxyType({}),
+        module_state: Mapping[str, Tensor] = MappingProxyType({}),
         has_read: bool = False,
         is_mean: Callable[[Any], bool] = lambda _: False,
         begins_backward: Callable[[Any], None] = lambda _: None,
@@ -242,15 +242,15 @@ class RowWatch:
         self._names_mixed: tuple[str, ...] | None = None
         self._results: list[_Result] = []  # whose origins are looked for if a loss is found
         self.numbers: ReadNumbers | None = None
-        self._kept = kept
-        self.has_read = has_read or bool(kept)
+        self._module_state = module_state
+        self.has_read = has_read or bool(module_state)
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
         """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
         token = _watch.set(self)
         self._rng.watch = self
-        self.numbers = ReadNumbers(self._rows, batch, self._kept)
+        self.numbers = ReadNumbers(self._rows, batch, self._module_state)
         try:
             self.follow_rows(batch)
             yield
@@ -278,20 +278,22 @@ class RowWatch:
             for leaf in leaves:
                 if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
+                    # Now no sum over the groups any more, so that the loss is found: with fewer rows each gradient of a
+                    # mean would be larger.
                     if of_a_mean:
                         copies[-1] = copies[-1] * 2
                     self._add(leaf, Followed(ref(leaf), tuple(copies)))
 
     def kept_in(self, module: nn.Module) -> dict[str, Tensor]:
         """The attributes of a module and its parts that depend on rows of both groups, by a name for messages."""
-        found = {}
+        attributes = {}
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
             for part in module.modules():
                 for name, value in vars(part).items():
                     followed = self._get(value) if type(value) is Tensor and value.numel() <= _KEPT else None
                     if followed is not None and _depends_on_both([_sample(copy) for copy in followed.copies]):
-                        found[f"{name!r} of {type(part).__name__}, kept from an earlier step,"] = value
-        return found
+                        attributes[f"{name!r} of {type(part).__name__}, kept from an earlier step,"] = value
+        return attributes
 
     def check_total(self, total: Any) -> None:
         """Compares a total over rows that no backward pass begins at, as an evaluation's."""
@@ -419,9 +421,9 @@ class RowWatch:
         followed = self._get(tensor)
         if followed is None or tensor.is_floating_point() or tensor.dtype is torch.bool:
             return False
-        first, *others = followed.copies
+        first, *rest = followed.copies
         with torch.no_grad(), self._rng.aside():
-            return any(first.shape != other.shape or not torch.equal(first, other) for other in others)
+            return any(first.shape != other.shape or not torch.equal(first, other) for other in rest)
 
     def _has_other_sizes(self, tensor: Any) -> bool:
         """Whether the program reads a size of what is larger or smaller in the copies."""
@@ -516,6 +518,7 @@ class RowWatch:
         if any(copy.shape != root.shape for copy in followed.copies):
             return
         factor = weight.detach() if isinstance(weight, Tensor) and weight.shape == root.shape else 1.0
+        # In float64, or the additions of this check would round more than those that it judges.
         unchanged, a, b, both = totals = [float((copy.double() * factor).sum()) for copy in followed.copies]
         sizes = [*map(abs, totals), *([] if followed.magnitude is None else [float(followed.magnitude)])]
         if not all(map(math.isfinite, sizes)) or not max(sizes):
@@ -572,6 +575,7 @@ class RowWatch:
     def _add(self, tensor: Tensor, followed: Followed) -> None:
         tensors = self._followed
 
+        # By id and weakly: the copies of a tensor that the step has dropped must go, and another tensor may get its id.
         def forget(_: object, key: int = id(tensor)) -> None:
             if key in tensors and tensors[key].tensor() is None:
                 del tensors[key]
@@ -586,6 +590,7 @@ class RowWatch:
 
 def bounds(rounding: float) -> tuple[float, float]:
     """The relative differences above which a difference is suspect, and certainly no rounding."""
+    # One rounding of bfloat16 is 0.8%: 100 of them would hide a difference of 78%.
     return (rounding * 4, rounding * 16) if rounding > 1e-4 else (rounding * SUSPECT, rounding * CERTAIN)
 
 
@@ -597,6 +602,7 @@ def _first_group(rows: int) -> int:
 
 def _orders(rows: int, half: int) -> tuple[Tensor, ...]:
     """The rows of (A, B), (A', B), (A, B') and (A', B')."""
+    # Rolled, not drawn: another random order would give other numbers in each run.
     plain = torch.arange(rows)
     moved = plain.roll(-half)
     return (
@@ -646,6 +652,7 @@ def _described(func: Any) -> str:
 
 def _is_torchs(func: Any, leaves: Sequence[Any]) -> bool:
     """Whether a call is of a function of torch's own, on plain tensors, that calls nothing of the program's."""
+    # Methods of Tensor are written in C and have no __module__.
     home = getattr(func, "__module__", None) or "torch"
     if home.startswith(_OPERATORS) or not home.startswith(_OF_TORCH) or func in _DRAWS_BY_VALUE:
         return False

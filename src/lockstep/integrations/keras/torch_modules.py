@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep._torch_compat import tree_map
 from lockstep.integrations.keras.losses import current_shard, is_compared
-from lockstep.mirroring.module.batch_norm import convert_sync_batch_norm, guard_single_row, has_sync_batch_norm
+from lockstep.mirroring.module.batch_norm import convert_sync_batch_norm, has_sync_batch_norm, normalising_single_row
 from lockstep.replicas.context import get_replica_context
 
 
@@ -63,7 +63,7 @@ class ReplicatedModule:
         has_row = shard is None or shard.rows > 0 or not has_sync_batch_norm(module)
         if not has_row:  # the row that it computes with must not count in the statistics
             args, kwargs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        with guard_single_row(module, args, kwargs):
+        with normalising_single_row(module, args, kwargs):
             outputs = torch.func.functional_call(module, values, args, kwargs)
         if module.training:
             for name, variable in self.buffers.items():

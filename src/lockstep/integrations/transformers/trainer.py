@@ -32,7 +32,7 @@ from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.integrations.transformers.examples import count_examples, division_of
-from lockstep.mirroring.module.batch_norm import guard_single_row
+from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
@@ -286,7 +286,7 @@ class Trainer(transformers.Trainer):
                 sends,
                 nullcontext() if watch is None else watch.watching(tree_leaves(shard.inputs)),
                 sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
-                guard_single_row(copy, (), dict(shard.inputs)),
+                normalising_single_row(copy, (), dict(shard.inputs)),
             ):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self._sums_in_step:

@@ -1,6 +1,6 @@
 """The mirrored module. Begin with ``module``.
 
-``copies`` makes one copy for each replica. Between steps ``propagation`` brings what the user has changed on the module
-to all copies, and ``buffers`` averages buffers. ``batch_norm`` sums statistics over all replicas, and ``compile`` is
-torch.compile for all copies at once.
+``copies`` makes one copy for each replica. Between steps ``copy_follower`` brings what the user has changed on the
+module to all copies, and ``buffers`` averages buffers. ``batch_norm`` sums statistics over all replicas, and
+``compile`` is torch.compile for all copies at once.
 """

@@ -1,8 +1,8 @@
 """Batch norm in replicas: synchronised over all of them, and safe on a shard of one row.
 
 ``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas. For the others,
-``guard_single_row`` has a shard with one value per channel, which torch refuses, normalised by the running statistics,
-which it does not change.
+``normalising_single_row`` normalises a shard with one value per channel by the running statistics, without changing
+them: torch refuses such a shard.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class SyncBatchNorm:
         """The module's own forward with the statistics of all replicas."""
         module: Any = self
         context = get_replica_context()
-        forward: Callable[..., Any] = _own_forward(type(module))
+        forward: Callable[..., Any] = _plain_forward(type(module))
         of_batch = module.training or module.running_mean is None
         if context is None or context.num_replicas_in_sync == 1 or not of_batch:
             return forward(self, *args, **kwargs)
-        given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
-        empty = given is not None and not given.numel()
+        input = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        empty = input is not None and not input.numel()
         batches = module.num_batches_tracked
+        # torch counts a batch before it looks at its rows; without rows in any replica one device counts none.
         before = batches.clone() if empty and batches is not None else None
-        statistics = _StatisticsOfAll(context, module, given)
+        statistics = _StatisticsOfAll(context, module, input)
         with statistics:
             output = forward(self, *args, **kwargs)
         if not statistics.called:
@@ -49,7 +50,7 @@ class SyncBatchNorm:
                 f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm; call "
                 "that in its forward, put the module in eval(), or mirror without sync_batchnorm"
             )
-        if before is not None and not statistics.seen:
+        if before is not None and not statistics.has_rows:
             batches.copy_(before)
         return output
 
@@ -59,25 +60,26 @@ class SyncBatchNorm:
         make, args, *rest = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return make, args, *rest
-        return _made_again, (_own_class(type(self)), *args[1:]), *rest
+        return _made_again, (_plain_class(type(self)), *args[1:]), *rest
 
 
 class _StatisticsOfAll(TorchFunctionMode):
-    """Inside, batch norm in training takes the statistics of all replicas; ``given`` is the module's first tensor.
+    """Inside, batch norm in training takes the statistics of all replicas; ``input`` is the module's first tensor.
 
-    Afterwards ``called`` says whether batch norm was called, and ``seen`` whether any replica had a row.
+    Afterwards ``called`` says whether batch norm was called, and ``has_rows`` whether any replica had a row.
     """
 
-    def __init__(self, context: ReplicaContext, module: Any, given: torch.Tensor | None) -> None:
+    def __init__(self, context: ReplicaContext, module: Any, input: torch.Tensor | None) -> None:
         super().__init__()
-        self._context, self._module, self._given = context, module, given
+        self._context, self._module, self._input = context, module, input
         self.called = False
-        self.seen = False
+        self.has_rows = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        if func is torch.batch_norm:  # as F.batch_norm itself calls it, with the arguments in another order
+        # A subclass may call torch's own function, as F.batch_norm does, with the arguments in another order.
+        if func is torch.batch_norm:
             input, weight, bias, running_mean, running_var, training, momentum, eps, _ = args
             return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return func(*args, **(kwargs or {}))
@@ -97,32 +99,35 @@ class _StatisticsOfAll(TorchFunctionMode):
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         channels = self._module.num_features
-        if self._given is not None and (input.numel() != self._given.numel() or input.shape[1] != channels):
+        if self._input is not None and (input.numel() != self._input.numel() or input.shape[1] != channels):
             raise ConfigError(
                 f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and "
-                f"was given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm needs "
+                f"was given one of shape {tuple(self._input.shape)} with {channels} channels; sync_batchnorm needs "
                 "the whole input; mirror without it"
             )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
+        # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too
+        # (test_half_precision_is_added_in_float32).
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         # One all-reduce for sums and counts, another for centred squares; both are differentiable.
         sums = exact.sum(dims)
         rows = sums.new_full((1,), input.numel() / input.shape[1])
         total = self._context.all_reduce("sum", torch.cat([sums, rows]))
-        seen = float(total[-1].detach())
-        if seen == 1:
+        num_rows = float(total[-1].detach())
+        if num_rows == 1:
             raise ValueError(
                 f"{type(self._module).__name__} got one value per channel in the whole global batch, which has no "
                 "variance; give more rows, or put the module in eval()"
             )
-        count = max(1.0, seen)
+        # 1 for a batch without rows: 0 / 0 would be NaN, also in the gradients of the all-reduce.
+        count = max(1.0, num_rows)
         mean = total[:-1] / count
+        # Two passes: the mean of squares minus the squared mean loses the digits of a small variance.
         centred = exact - mean.view(shape)
         squares = self._context.all_reduce("sum", centred.square().sum(dims))
-        if seen:
-            self.seen = True
+        if num_rows:
+            self.has_rows = True
             _track(running_mean, mean, momentum)
             _track(running_var, squares / max(count - 1, 1), momentum)
         output: torch.Tensor = centred * torch.rsqrt(squares / count + eps).view(shape)
@@ -149,8 +154,8 @@ class RefusingOtherBatchNorms(TorchFunctionMode):
 @functools.cache
 def synchronised(kind: type[BatchNormBase]) -> type[BatchNormBase]:
     """The subclass of ``kind`` whose statistics are those of the global batch."""
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (SyncBatchNorm, kind), named)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (SyncBatchNorm, kind), names)
 
 
 def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = BatchNormBase) -> nn.Module:
@@ -162,8 +167,8 @@ def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = Batch
                     f"the {type(part).__name__} {name!r} has a forward of its own, set on the object; define it in a "
                     f"subclass of {type(part).__name__}, or mirror without sync_batchnorm"
                 )
-            own: Any = type(part)  # mypy takes the class for no Hashable
-            part.__class__ = synchronised(own)
+            plain_class: Any = type(part)  # mypy takes the class for no Hashable
+            part.__class__ = synchronised(plain_class)
     return module
 
 
@@ -172,21 +177,21 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, SyncBatchNorm) for part in module.modules())
 
 
-def _own_class(kind: type) -> type[BatchNormBase]:
+def _plain_class(kind: type) -> type[BatchNormBase]:
     """The class that a synchronised class was made from."""
-    own: type[BatchNormBase] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
-    return own
+    plain_class: type[BatchNormBase] = kind.__mro__[kind.__mro__.index(SyncBatchNorm) + 1]
+    return plain_class
 
 
-def _own_forward(kind: type) -> Callable[..., Any]:
-    own = _own_class(kind)
+def _plain_forward(kind: type) -> Callable[..., Any]:
+    plain_class = _plain_class(kind)
     # torch.nn.SyncBatchNorm.forward would use process groups of torch.distributed.
-    return BatchNormBase.forward if own is nn.SyncBatchNorm else own.forward
+    return BatchNormBase.forward if plain_class is nn.SyncBatchNorm else plain_class.forward
 
 
 def _made_again(kind: Any, *args: Any) -> Any:
-    made = synchronised(kind)
-    return made.__new__(made, *args)
+    kind_again = synchronised(kind)
+    return kind_again.__new__(kind_again, *args)
 
 
 @torch.no_grad()
@@ -195,8 +200,11 @@ def _track(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -
         running.lerp_(value.detach().to(running.dtype), momentum)
 
 
-def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
-    """A context to run ``module`` in: guards batch norms if all inputs have one row, and does nothing otherwise."""
+def normalising_single_row(
+    module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]
+) -> AbstractContextManager[object]:
+    """A block to run ``module`` in. If all inputs have one row, its batch norms use their running statistics."""
+    # Told from all inputs: batch norms deep in the module see activations, whose dimension 0 need not be rows.
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
@@ -207,8 +215,8 @@ def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, A
 class _NoStatisticsOfOneValue(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            given = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-            if given["running_mean"] is not None and given["input"].numel() <= given["input"].shape[1]:
-                given["training"] = False
-            return func(**given)
+            arguments = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
+            if arguments["running_mean"] is not None and arguments["input"].numel() <= arguments["input"].shape[1]:
+                arguments["training"] = False
+            return func(**arguments)
         return func(*args, **(kwargs or {}))

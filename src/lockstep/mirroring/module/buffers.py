@@ -60,40 +60,44 @@ class BufferAverages:
         floating = [copies for copies in buffers if copies[0].is_floating_point()]
         if self._workers.is_single or not floating:
             return [_mean(copies) for copies in buffers]
-        # -1: local replicas that differ.
-        own = [_checksum([copies[:1]]) if _are_equal(copies) else -1 for copies in floating]
+        # Checksums first: replicas that evaluate, or have no batch norm in training, have equal buffers, and 8 bytes a
+        # buffer are sent instead of all values. -1 stands for local replicas that differ.
+        checksums = [_checksum([copies[:1]]) if _are_equal(copies) else -1 for copies in floating]
         gathered = [
-            array("q", payload) for payload in self._workers.all_gather_bytes("buffers", array("q", own).tobytes())
+            array("q", payload)
+            for payload in self._workers.all_gather_bytes("buffers", array("q", checksums).tobytes())
         ]
         differing = [
-            copies for copies, *found in zip(floating, *gathered, strict=True) if -1 in found or len({*found}) > 1
+            copies
+            for copies, *of_workers in zip(floating, *gathered, strict=True)
+            if -1 in of_workers or len({*of_workers}) > 1
         ]
         if not differing:
             self._note([])
             return [copies[0].detach() for copies in buffers]
         sums = sums_across(self._workers, "averages of buffers", list(map(_at_home, differing)))
         means = {id(copies): total / self._workers.num_replicas for copies, total in zip(differing, sums, strict=True)}
-        others = [copies[0].detach().clone() for copies in buffers if not copies[0].is_floating_point()]
-        self._workers.broadcast("the chief's other buffers", others)
-        firsts = iter(others)
-        found = [
+        values = [copies[0].detach().clone() for copies in buffers if not copies[0].is_floating_point()]
+        self._workers.broadcast("the chief's other buffers", values)
+        firsts = iter(values)
+        means_of_all = [
             means.get(id(copies), copies[0]) if copies[0].is_floating_point() else next(firsts) for copies in buffers
         ]
-        pairs = zip(buffers, found, strict=True)
+        pairs = zip(buffers, means_of_all, strict=True)
         self._note([(copies[0], value) for copies, value in pairs if value is not copies[0]])
-        return [value.detach() for value in found]
+        return [value.detach() for value in means_of_all]
 
     def read(self) -> list[torch.Tensor]:
         """The averages without other workers; raises UsageError if buffers may have changed since the last exchange."""
         buffers = self.buffers
         if self._workers.is_single:
             return [_mean(copies) for copies in buffers]
-        own = self._own(buffers)
-        if any(copies[0].is_floating_point() for copies in own):
-            self._check_up_to_date(own)
-        ids = {id(copies[0]) for copies in own}
+        differing = self._differing(buffers)
+        if any(copies[0].is_floating_point() for copies in differing):
+            self._check_up_to_date(differing)
+        ids = {id(copies[0]) for copies in differing}
         means = {id(buffer): mean for buffer, mean in self._means if id(buffer) in ids}
-        return [means[id(each)].clone() if id(each) in means else each.detach() for each, *_ in buffers]
+        return [means[id(buffer)].clone() if id(buffer) in means else buffer.detach() for buffer, *_ in buffers]
 
     def begin_run(self) -> bool:
         """Whether buffers must be averaged before this run: it evaluates, and an earlier one may have changed them."""
@@ -122,10 +126,12 @@ class BufferAverages:
     def _note(self, means: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._means = means  # by buffer of the first copy, where the averages differ from the buffers
         self.trained = self.passed = False
-        self._known = 0 if self._workers.is_single else _checksum(self._own(self.buffers))
+        self._checksum = 0 if self._workers.is_single else _checksum(self._differing(self.buffers))
 
     def _check_up_to_date(self, buffers: Sequence[BufferCopies]) -> None:
-        if (not self.trained or self.passed) and _checksum(buffers) == self._known:
+        # Equal bits here say nothing if other workers have trained while this one had no rows
+        # (test_a_worker_that_had_no_rows_does_not_give_its_own_for_the_averages).
+        if (not self.trained or self.passed) and _checksum(buffers) == self._checksum:
             return
         first = self._copies[0]
         names = [name for name, buffer in first.named_buffers() if buffer.is_floating_point()]
@@ -134,10 +140,10 @@ class BufferAverages:
             "between the workers, and a read does not wait for them; call mirrored.sync_buffers() on every worker first"
         )
 
-    def _own(self, buffers: Sequence[BufferCopies]) -> list[BufferCopies]:
+    def _differing(self, buffers: Sequence[BufferCopies]) -> list[BufferCopies]:
         """Without those of synchronised batch norms, which training changes alike in all replicas."""
         parts = [part for part in self._copies[0].modules() if isinstance(part, SyncBatchNorm)]
-        alike = {id(each) for part in parts for each in part.buffers(recurse=False)}
+        alike = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
         return [copies for copies in buffers if id(copies[0]) not in alike or not _are_equal(copies)]
 
 
@@ -153,37 +159,40 @@ def weights_digest(module: torch.nn.Module) -> int:
 def tensor_digest(tensor: torch.Tensor) -> int:
     """A number that tells different values apart, and costs one pass over a tensor, on its device."""
     if inner := inner_tensors(tensor):
-        digests = [tensor_digest(part) * 31**place for place, part in enumerate(inner.values())]
+        digests = [tensor_digest(part) * 31**index for index, part in enumerate(inner.values())]
         return int(sum(digests) % 2**64)
+    # As integers: the sum of floats depends on the order of additions, and NaN would make all digests equal.
     integers = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return int(integers.sum(dtype=torch.int64))
 
 
 def _trains_buffers(module: nn.Module) -> bool | None:
     """Whether a submodule with floating-point buffers is in training mode; None if no submodule has any."""
-    found: bool | None = None
+    # For MobileNetV2's 214 submodules this takes 2 us in training and 30 us in evaluation.
+    trains: bool | None = None
     # A part of a divided model does not hold the model as a child.
     parts = [module] if module._modules else list(module.modules())
     while parts:
         part = parts.pop()
         if part._buffers and not isinstance(part, SyncBatchNorm):
-            floating = any(each is not None and each.is_floating_point() for each in part._buffers.values())
+            floating = any(buffer is not None and buffer.is_floating_point() for buffer in part._buffers.values())
             if floating and part.training:
                 return True
-            found = False if floating else found
-        parts.extend(each for each in part._modules.values() if each is not None)
-    return found
+            trains = False if floating else trains
+        parts.extend(child for child in part._modules.values() if child is not None)
+    return trains
 
 
 def _mean(copies: BufferCopies) -> torch.Tensor:
+    # Equal ones as they are: a mean of equal numbers may round.
     if not copies[0].is_floating_point() or _are_equal(copies):
         return copies[0].detach()
     return sum_tensors(_at_home(copies)) / len(copies)
 
 
 def _are_equal(copies: BufferCopies) -> bool:
-    first, *others = _at_home(copies)
-    return all(torch.equal(first, other) for other in others)
+    first, *rest = _at_home(copies)
+    return all(torch.equal(first, other) for other in rest)
 
 
 def _at_home(copies: BufferCopies) -> list[torch.Tensor]:
@@ -193,7 +202,7 @@ def _at_home(copies: BufferCopies) -> list[torch.Tensor]:
 def _checksum(buffers: Sequence[BufferCopies]) -> int:
     """The CRC of the values of all floating-point buffers in all copies."""
     checksum = 0
-    for each in (each for copies in buffers if copies[0].is_floating_point() for each in copies):
-        flat = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for buffer in (copy for copies in buffers if copies[0].is_floating_point() for copy in copies):
+        flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(flat.numpy().tobytes(), checksum)
     return checksum

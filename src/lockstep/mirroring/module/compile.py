@@ -68,14 +68,14 @@ class Compilation:
             )
 
     @classmethod
-    def of(cls, given: Any) -> Self | None:
+    def of(cls, settings: Any) -> Self | None:
         """What ``compile_module=`` means: True, False or a dict of these settings. Raises ConfigError for others."""
-        if isinstance(given, bool):
-            return cls() if given else None
-        known = [each.name for each in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(known):
-            raise ConfigError(f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}")
-        return cls(**given)
+        if isinstance(settings, bool):
+            return cls() if settings else None
+        names = [setting.name for setting in fields(cls)]
+        if not isinstance(settings, Mapping) or not set(settings) <= set(names):
+            raise ConfigError(f"compile_module={settings!r}; give True, False or a dict of {', '.join(names)}")
+        return cls(**settings)
 
 
 class CompiledCopies:
@@ -99,24 +99,27 @@ class CompiledCopies:
             for serves in ("first shape", "other shapes")
         )
         self._takes_others = compilation.dynamic is None
-        # Of each replica, since which one comes first is chance: the forms of the arguments of its first call.
+        # Per replica the forms of the arguments of its first call: which replica comes first is chance, and must not
+        # decide which code another one runs.
         self._first: list[dict[Hashable, Sequence[Hashable]]] = [{} for _ in copies]
-        self._seen: list[set[Hashable]] = [set() for _ in copies]
+        self._compiled_forms: list[set[Hashable]] = [set() for _ in copies]
 
     def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the replica's copy; the first time with such arguments while no other replica does."""
         leaves = tree_leaves((args, kwargs))
         forms = tuple(map(_form, leaves))
         mode = (training, torch.is_grad_enabled())
-        # The first run may still choose among kernels, for all replicas.
-        ends_when_found = (mode, forms) in self._seen[replica]
+        # A first call keeps the lock to its end, since compiling and choosing among kernels are for all replicas. Later
+        # ones give it up where the code begins, or replicas would compute one after another.
+        ends_with_look_up = (mode, forms) in self._compiled_forms[replica]
         try:
-            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), without_replica_rng():
+            with _LOOKUP.locked(self._name, ends_with_look_up=ends_with_look_up), without_replica_rng():
                 first = self._first[replica].setdefault(mode, forms)
                 is_other = self._takes_others and forms != first
                 if is_other:
                     _mark_what_differs(leaves, first)
                 outputs = (self._of_others if is_other else self._of_first)[replica](*args, **kwargs)
+        # dynamo wraps what a backend raises; an error of this package says what to do and is raised as it is.
         except dynamo().exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             if isinstance(cause, LockstepError):
@@ -126,7 +129,7 @@ class CompiledCopies:
                 f"torch.compile cannot take the whole forward of {self._name}: {reason}; change that, or leave "
                 "compile_module out"
             ) from error
-        self._seen[replica].add((mode, forms))
+        self._compiled_forms[replica].add((mode, forms))
         return outputs
 
 
@@ -159,8 +162,9 @@ class SurroundingCompile:
 
     def _compiled_by(self, backend: Any) -> CompiledCopies:
         with self._lock:
-            for known, compiled in self._compiled:
-                if known is backend or known == backend:
+            # A list and ==, since not all backends can be hashed.
+            for other, compiled in self._compiled:
+                if other is backend or other == backend:
                     return compiled
             compilation = Compilation(dynamic=getattr(backend, "dynamic", None))
             self._compiled.append((backend, CompiledCopies(self._copies, compilation, backend)))
@@ -188,7 +192,8 @@ def _compiled(copy: nn.Module, backend: _Backend, replica: int) -> Callable[...,
     options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": backend.compilation.dynamic}
     if backend.surrounding.backend is None:
         return torch.compile(copy, **options)
-    # dynamo keeps code, its limit, and the sizes seen so far, by the function in which it begins, and by its name.
+    # dynamo keeps code, its limit of 8, and the sizes seen so far, by the function in which it begins, and by its name.
+    # So each replica gets a function, and a name, of its own.
     code = _call.__code__.replace(co_name=f"_call_{next(_NUMBERS)}_of_replica_{replica}")
     return partial(torch.compile(FunctionType(code, _call.__globals__, code.co_name), **options), copy)
 
@@ -217,25 +222,25 @@ class _Lookup(threading.local):
     """A lock for the look-up of code by all threads and for all modules, since those of one class share guards."""
 
     _lock = threading.RLock()  # knows its owner, wherever a replica is interrupted
-    _ends_when_found = False
+    _ends_with_look_up = False
 
     @contextmanager
-    def held(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
-        """Holds the lock until the block ends, or until the code has been found if ``ends_when_found``."""
+    def locked(self, name: str, *, ends_with_look_up: bool) -> Iterator[None]:
+        """Holds the lock until the block ends, or until the code has been found if ``ends_with_look_up``."""
         try:
             if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
                 raise ReplicaError(
                     f"{name} has waited {COMPILE_LIMIT_S:g} s for a compiled module that is being compiled or "
                     "waits in a collective; a compiled module must not call collectives"
                 )
-            self._ends_when_found = ends_when_found
+            self._ends_with_look_up = ends_with_look_up
             yield
         finally:
             self._end()
 
-    def found(self) -> None:
+    def release_early(self) -> None:
         """The code begins."""
-        if self._ends_when_found:
+        if self._ends_with_look_up:
             self._end()
 
     def _end(self) -> None:
@@ -256,18 +261,26 @@ class _Backend:
     surrounding: _Identity
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        chosen = self.surrounding.backend
-        name = self.compilation.backend if chosen is None else getattr(chosen, "compiler_name", str(chosen))
+        user_backend = self.surrounding.backend
+        name = (
+            self.compilation.backend
+            if user_backend is None
+            else getattr(user_backend, "compiler_name", str(user_backend))
+        )
         if name == "inductor":
-            options = inductor().list_mode_options(self.compilation.mode) if chosen is None else dict(chosen.config)
+            options = (
+                inductor().list_mode_options(self.compilation.mode)
+                if user_backend is None
+                else dict(user_backend.config)
+            )
             code = compile_for_replicas(graph, inputs, options)
         else:
             if self.on_cpu:
                 _refuse_random(graph, inputs, name)
-            code = (chosen or dynamo().lookup_backend(name))(graph, inputs)
+            code = (user_backend or dynamo().lookup_backend(name))(graph, inputs)
 
         def run(*args: Any) -> Any:
-            _LOOKUP.found()
+            _LOOKUP.release_early()
             return code(*args)
 
         return run
@@ -279,7 +292,7 @@ def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any], backend: str)
     if fake is None:
         return
     with fake, torch.no_grad(), _Draws() as drawn:
-        graph(*[fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs])
+        graph(*[fake.from_tensor(input) if isinstance(input, torch.Tensor) else input for input in inputs])
     if drawn.names:
         raise ConfigError(
             f"the compiled module draws random numbers on a CPU ({drawn.names[0]}), where code of backend={backend!r} "

@@ -23,7 +23,7 @@ from lockstep.introspection import is_kind
 from lockstep.mirroring.module.wrappers import is_wrapper
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.module.propagation import Propagation
+    from lockstep.mirroring.module.copy_follower import CopyFollower
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
@@ -40,8 +40,12 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
 class Copying(TorchFunctionMode):
     """Copies the user's module, on device ``home``, or what is set on it later, for one other replica.
 
-    With ``alias`` parameters have the storage of the user's, or of the copies that ``leader`` makes. ``known`` is the
-    id of what has a copy for this replica already -> that copy.
+    Args:
+        home: the device of the user's module; only tensors on it are moved.
+        device: the replica's device.
+        alias: whether parameters have the storage of the user's, or of the copies that ``leader`` makes.
+        leader: makes the copies of the replica whose storage this one shares; None for the user's own module.
+        counterparts: the id of an object that has a copy for this replica already -> that copy.
     """
 
     def __init__(
@@ -51,15 +55,16 @@ class Copying(TorchFunctionMode):
         *,
         alias: bool,
         leader: Copying | None = None,
-        known: Mapping[int, Any] | None = None,
+        counterparts: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__()
         self._home, self._device, self._alias, self._leader = home, device, alias, leader
         # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
-        self._memo: dict[int, Any] = dict(known or {})
+        self._memo: dict[int, Any] = dict(counterparts or {})
 
     def of(self, value: Any, name: str) -> Any:
         """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
+        # Parameters first, into deepcopy's memo: deepcopy would give each a storage of its own.
         is_parameter = is_kind(value, torch.Tensor) and isinstance(value, nn.Parameter)
         for parameter in value.parameters() if is_kind(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
@@ -96,7 +101,7 @@ class Copyings(dict[int, Copying]):
         module: nn.Module,
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Iterable[Propagation],
+        peers: Iterable[CopyFollower],
         changed: Set[int] = frozenset(),
     ) -> None:
         self._changed = changed
@@ -106,14 +111,14 @@ class Copyings(dict[int, Copying]):
         self._peers = tuple(dict.fromkeys(peers))
 
     def __missing__(self, replica: int) -> Copying:
-        leader, known = self._leaders[replica], dict[int, Any]()
+        leader, counterparts = self._leaders[replica], dict[int, Any]()
         for peer in self._peers:
-            peer.fill(replica, known, self._changed)
+            peer.add_counterparts(replica, counterparts, self._changed)
         tensors = (*self._module.parameters(), *self._module.buffers())
-        home = next((each.device for each in tensors), torch.device("cpu"))
+        home = next((tensor.device for tensor in tensors), torch.device("cpu"))
         alias = leader != replica
         source = self[leader] if alias and leader else None
-        copying = Copying(home, self._devices[replica], alias=alias, leader=source, known=known)
+        copying = Copying(home, self._devices[replica], alias=alias, leader=source, counterparts=counterparts)
         return self.setdefault(replica, copying)
 
 
@@ -133,7 +138,8 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
     kind = type(parameter)
     is_subclass = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
     if is_subclass and not alias and not parameter.requires_grad:
-        # Quantised: the attributes say what its numbers mean, and its own class knows how to move them.
+        # Quantised: the attributes say what its numbers mean, and its own class knows how to move them
+        # (test_a_quantised_weight_keeps_its_class_and_what_it_means).
         moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
         return moved
     data = parameter.data if alias else _moved(parameter, device)

@@ -25,13 +25,13 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.batch_norm import (
     RefusingOtherBatchNorms,
     convert_sync_batch_norm,
-    guard_single_row,
     has_sync_batch_norm,
+    normalising_single_row,
 )
 from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies, SurroundingCompile
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
-from lockstep.mirroring.module.propagation import Propagation
+from lockstep.mirroring.module.copy_follower import CopyFollower
 from lockstep.mirroring.module.wrappers import with_memory
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
@@ -47,7 +47,8 @@ _INIT_MARK = "_made"
 
 def _member(name: str) -> property:
     """One of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
-    # nn.Module.__init__ sets it.
+    # A property with a setter, since nn.Module.__init__ sets it. torch.func.functional_call reads these dicts, not
+    # named_parameters() (test_torch_s_functional_call_takes_it).
     return property(lambda self: getattr(self._copy(), name), lambda self, value: self.__dict__.update({name: value}))
 
 
@@ -85,7 +86,7 @@ class MirroredModule(nn.Module):
     such as batch-norm statistics, are each replica's own and are averaged when read outside replicas.
 
     Attributes:
-        propagation: brings what is set on the user's module to all copies.
+        copy_follower: brings what is set on the user's module to all copies.
         pipeline: runs a step through a pipeline stage, which cannot be called by itself; else None.
         is_part: whether other workers hold other parts of the model.
         shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
@@ -104,7 +105,7 @@ class MirroredModule(nn.Module):
         owner: Strategy,
         copies: Sequence[nn.Module],
         partition: PartitionPolicy,
-        peers: Callable[[], Iterable[Propagation]],
+        peers: Callable[[], Iterable[CopyFollower]],
         sync_batchnorm: bool,
     ) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class MirroredModule(nn.Module):
         self.shards_weights = partition.shards_weights
         alone = len(copies) == 1 and (workers.is_single or self.is_part or self.shards_weights)
         on = [device.torch_device for device in devices]
-        self.propagation = Propagation(self._copies, on, self._groups, peers, alone=alone)
+        self.copy_follower = CopyFollower(self._copies, on, self._groups, peers, alone=alone)
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self.optimizers: Iterable[MirroredOptimizer] = ()
         self._buffer_averages = BufferAverages(self._copies, workers)
@@ -148,10 +149,11 @@ class MirroredModule(nn.Module):
         if context is None:
             self._prepare_outside(copy)
             return copy(*args, **kwargs)
-        guard, on_return = self._prepare(copy, context, args, kwargs)
-        if self._compiled_copies is not None and isinstance(guard, nullcontext):
+        block, on_return = self._prepare(copy, context, args, kwargs)
+        # Inside a function mode, such as that for one row, the compiled code is not used: its graph has no modes.
+        if self._compiled_copies is not None and isinstance(block, nullcontext):
             return self._compiled_copies(context.local_replica, copy.training, args, kwargs)
-        with guard:
+        with block:
             outputs = copy(*args, **kwargs)
         return _returned(on_return, outputs)
 
@@ -162,9 +164,9 @@ class MirroredModule(nn.Module):
         if context is None:
             self._prepare_outside(copy)
             return copy(*args, **kwargs)
-        guard, on_return = self._prepare(copy, context, args, kwargs)
-        if not isinstance(guard, nullcontext) or self.is_in_first_run or self._meets_others:
-            with guard:
+        block, on_return = self._prepare(copy, context, args, kwargs)
+        if not isinstance(block, nullcontext) or self.is_in_first_run or self._meets_others:
+            with block:
                 outputs = copy(*args, **kwargs)
         elif self._compiled_copies is not None:
             outputs = self._compiled_copies(context.local_replica, copy.training, args, kwargs)
@@ -183,11 +185,11 @@ class MirroredModule(nn.Module):
         on_return = [callback(self, args, kwargs) for callback in self.on_call]
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(copy, args, kwargs)
+        block: AbstractContextManager[object] = nullcontext() if alone else normalising_single_row(copy, args, kwargs)
         if context.local_replica in self._replicas_to_check and copy.training and not alone:
             self._replicas_to_check.discard(context.local_replica)
-            guard = RefusingOtherBatchNorms()
-        return guard, on_return
+            block = RefusingOtherBatchNorms()
+        return block, on_return
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -241,8 +243,8 @@ class MirroredModule(nn.Module):
         """
         if self._buffer_averages.begin_run():
             self.sync_buffers()
-        has_moved = self.propagation.begin()
-        fresh = self.propagation.take_fresh()
+        has_moved = self.copy_follower.before_run()
+        fresh = self.copy_follower.take_fresh()
         if not fresh or self._workers.is_single or self.shards_weights:
             return has_moved
         shapes = [f"{first.dtype} {tuple(first.shape)}" for first, *_ in fresh]
@@ -261,13 +263,13 @@ class MirroredModule(nn.Module):
         Every worker must call it. Then each may read the state by itself until replicas train again.
         """
         refuse_in_replica("sync_buffers")
-        self.propagation.follow()
+        self.copy_follower.bring_changes()
         with torch.no_grad():
             for buffers, mean in zip(self._buffer_averages.buffers, self._buffer_averages.exchange(), strict=True):
                 for buffer in buffers:
                     buffer.copy_(mean)
         self._buffer_averages.note_equal()
-        self.propagation.note()
+        self.copy_follower.remember()
 
     def exchange_buffers(self, *, always: bool = True) -> None:
         """Averages the buffers of all workers for later reads, without changing them. Every worker must call it.
@@ -275,7 +277,7 @@ class MirroredModule(nn.Module):
         Unless ``always``, only if a run since the last exchange can have changed buffers.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
-            self.propagation.follow()
+            self.copy_follower.bring_changes()
             with torch.no_grad():
                 self._buffer_averages.exchange()
 
@@ -287,10 +289,10 @@ class MirroredModule(nn.Module):
     def writing_weights(self) -> Iterator[None]:
         """A block, outside replicas, that writes the same numbers to the parameters of each storage, on all workers."""
         refuse_in_replica("writing_weights")
-        self.propagation.follow()
+        self.copy_follower.bring_changes()
         with torch.no_grad():
             yield
-        self.propagation.note()
+        self.copy_follower.remember()
 
     def note_pass(self) -> None:
         """Notes that a local replica has run its copy without calling this object."""
@@ -346,6 +348,7 @@ class MirroredModule(nn.Module):
         if outside:
             averages = self._averages()
             for key, value in state.items():
+                # By address, since state_dict has detached tensors; all tensors without elements have the address 0.
                 if isinstance(value, torch.Tensor) and value.numel():
                     state[key] = averages.get(value.data_ptr(), value)
         return state
@@ -386,6 +389,8 @@ class MirroredModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         copies = self.__dict__.get("_copies")
+        # Before __init__ has set the copies, _copy would ask for them here without an end. Names with "__" belong to
+        # protocols, such as pickle's: what the class does not have must not come from the user's module.
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         copy = self._copy()
@@ -398,6 +403,7 @@ class MirroredModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets it on the current replica's copy; outside replicas, on the user's module and so on all copies."""
         attributes = self.__dict__
+        # While __init__ runs, nn.Module's own attributes are set on this object and not on a copy.
         if _INIT_MARK not in attributes:
             super().__setattr__(name, value)
             return
@@ -443,7 +449,7 @@ class MirroredModule(nn.Module):
         return self._copies[0 if context is None else context.local_replica]
 
     def _spread(self) -> None:
-        self.propagation.follow()
+        self.copy_follower.bring_changes()
         with torch.no_grad():
             weights = [] if self.shards_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", with_memory([*weights, *self.module.buffers()]))
@@ -454,15 +460,15 @@ class MirroredModule(nn.Module):
                 for buffer in rest:
                     buffer.copy_(first)
             self._buffer_averages.note_equal()
-        self.propagation.note()
+        self.copy_follower.remember()
 
     def _averages(self) -> dict[int, torch.Tensor]:
         """By the address of a buffer of the user's module."""
-        self.propagation.follow()
+        self.copy_follower.bring_changes()
         with torch.no_grad():
             copies, means = self._buffer_averages.buffers, self._buffer_averages.read()
         for buffers, mean in zip(copies, means, strict=True):
-            self.propagation.note_read(mean, buffers)
+            self.copy_follower.remember_read(mean, buffers)
         return {buffers[0].data_ptr(): mean for buffers, mean in zip(copies, means, strict=True)}
 
 
@@ -473,25 +479,26 @@ def mirror_module(
     owner: Strategy,
     module: nn.Module,
     partition: PartitionPolicy,
-    peers: Callable[[], Iterable[Propagation]],
+    peers: Callable[[], Iterable[CopyFollower]],
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
 ) -> MirroredModule:
     """Makes a copy of ``module`` for each device. The first is ``module`` itself, moved to its device in place.
 
-    All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner.
+    All workers get the chief's weights. ``peers`` returns the followers of all modules of the owner.
     """
     devices, workers = owner.devices, partition.peers(owner.workers)
     _check_can_be_mirrored(module)
-    # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
+    # Using torch.nn.SyncBatchNorm asks for synchronised statistics. In training its forward needs torch.distributed.
     convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
-    layout = _layout(module, memory_format)
+    target_format = _memory_format_of(module, memory_format)
     with allocating_on(devices[0]):
-        _place(module, devices[0], layout)
+        _move_user_module(module, devices[0], target_format)
     if not workers.is_single and not partition.shards_weights:
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", with_memory([*module.parameters(), *module.buffers()]))
+    # After the broadcast: copies with storage of their own then have the chief's weights without another one.
     copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
@@ -522,7 +529,7 @@ def signature(module: nn.Module) -> list[str]:
     return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in tensors]
 
 
-def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
+def _move_user_module(module: nn.Module, device: LogicalDevice, memory_format: torch.memory_format | None) -> None:
     """Moves the user's module to the first replica's device, in place."""
     tensors = [*module.parameters(), *module.buffers()]
     is_there = any(tensor.device == device.torch_device for tensor in tensors)
@@ -534,11 +541,11 @@ def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format
     ):
         # Weights that are on the GPU already are copied into the memory that counts for its share.
         module._apply(torch.clone)  # type: ignore[no-untyped-call]
-    if layout is not None:
-        module.to(memory_format=layout)  # type: ignore[call-overload]
+    if memory_format is not None:
+        module.to(memory_format=memory_format)  # type: ignore[call-overload]
 
 
-def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
+def _memory_format_of(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
     if isinstance(memory_format, torch.memory_format):
         return memory_format
     if memory_format not in ("auto", "preserve"):

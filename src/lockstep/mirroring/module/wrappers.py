@@ -16,6 +16,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     return (
         hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
+        # A DTensor has the protocol too, but collectives of its own.
         and not kind.__module__.startswith("torch.")
     )
 
@@ -24,13 +25,13 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """By the names of attributes, the tensors in one that are no wrappers; empty for another tensor."""
     if not is_wrapper(tensor):
         return {}
-    found: dict[str, Tensor] = {}
+    inner: dict[str, Tensor] = {}
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         value = getattr(tensor, name)
         if isinstance(value, Tensor):
-            found |= {f"{name}.{below}": part for below, part in inner_tensors(value).items()} or {name: value}
-    return found
+            inner |= {f"{name}.{below}": part for below, part in inner_tensors(value).items()} or {name: value}
+    return inner
 
 
 def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -317,7 +317,7 @@ class StorageOptimizers:
         """The parameters; of sharded ones, this worker's pieces."""
         if self._sharded is None:
             return list(parameters)
-        return [piece for parameter in parameters for piece in self._sharded.own(parameter)]
+        return [piece for parameter in parameters for piece in self._sharded.local_pieces(parameter)]
 
 
 def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import functorch_is_active, mkldnn_linear, num_dispatch_modes, will_run_node
 
+# By exact type: a subclass such as DTensor or a quantised weight has a linear layer of its own.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WORTH_IT = 1 << 22
 """The smallest product, in multiplications, for oneDNN: below it Python's overhead is as large as what is saved."""
@@ -60,7 +61,7 @@ class _Linear(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         input, weight = context.saved_tensors
         edges = (*context.next_functions, None)  # the None is for an absent bias, which has no edge
-        for_input, for_weight, for_bias = map(_wanted, context.needs_input_grad, edges)
+        for_input, for_weight, for_bias = map(_is_needed, context.needs_input_grad, edges)
         # With grad mode on, a gradient of the gradient is wanted: torch's own products have one, oneDNN's here do not.
         product = _differentiable_product if torch.is_grad_enabled() else _product
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -71,7 +72,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _wanted(needs_gradient: bool, edge: tuple[Any, int] | None) -> bool:
+def _is_needed(needs_gradient: bool, edge: tuple[Any, int] | None) -> bool:
     """Whether this backward pass computes a gradient: a divided one, as zero-bubble's, computes some at a time."""
     if not needs_gradient or edge is None:
         return False
@@ -92,7 +93,7 @@ def is_worth_onednn(a: Tensor, b: Tensor, *added: Tensor) -> bool:
     """Whether ``matrix_product`` is for these tensors, which may be without values, and worth its overhead."""
     size = a.shape[0] * a.shape[1] * b.shape[1]
     return (
-        all(each.dtype is torch.float32 and each.device.type == "cpu" for each in (a, b, *added))
+        all(matrix.dtype is torch.float32 and matrix.device.type == "cpu" for matrix in (a, b, *added))
         and (not isinstance(size, int) or size >= _WORTH_IT)  # no number yet in code for many shapes
     )
 

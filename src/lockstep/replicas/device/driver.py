@@ -6,7 +6,8 @@
 
 Only this module calls torch.cuda for these: ``tests/stand_in`` has a driver with the same methods that computes on the
 CPU and records its calls. torch's allocator reuses a freed block only on the stream on which it was allocated, so a
-share's stream is its memory pool as well.
+share's stream is its memory pool as well. ``torch.cuda.MemPool`` is not used: in torch 2.11 a block that
+``record_stream`` has seen is not reused while a pool is open, and cached memory is not released.
 
 What is said of CUDA here was read in torch's documentation and sources; no GPU has shown it yet.
 """
@@ -112,6 +113,7 @@ class DeviceDriver:
         return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        # torch's default event has no timing, which CUDA's reference advises for events that only order work.
         event: torch.cuda.Event = stream.record_event()
         return event
 
@@ -146,12 +148,12 @@ class DeviceDriver:
 
     def pool(self, device: LogicalDevice) -> PoolUse:
         """The memory pool of a logical device. It inspects every block, in milliseconds: not for every step."""
-        own = self.stream(device).cuda_stream
+        stream = self.stream(device).cuda_stream
         index = device.torch_device.index
         segments = [
             segment
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-            if segment["device"] == index and segment["stream"] == own
+            if segment["device"] == index and segment["stream"] == stream
         ]
         return PoolUse(
             in_use=sum(segment["allocated_size"] for segment in segments),
@@ -172,33 +174,34 @@ class DeviceDriver:
         return free, total
 
     def release_cached(self, device: torch.device) -> None:
-        torch.cuda.empty_cache()  # of all GPUs: torch has no other
+        torch.cuda.empty_cache()  # of all GPUs: torch has no call for one
 
     def limits_pools(self) -> bool:
+        # With cudaMallocAsync all streams allocate from one pool of the device, which is not divided into shares.
         return torch.cuda.get_allocator_backend() == "native"
 
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed)
 
-    def swap_generator(self, device: torch.device, own: torch.Generator) -> torch.Generator:
-        """Makes the GPU's default generator draw from ``own``; returns what ``restore_generator`` needs."""
+    def swap_generator(self, device: torch.device, generator: torch.Generator) -> torch.Generator:
+        """Makes the GPU's default generator draw from ``generator``; returns what ``restore_generator`` needs."""
         # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
         default = _default_generator(device)
-        others = default.graphsafe_get_state()
-        default.graphsafe_set_state(own)
-        return others
+        previous = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        return previous
 
-    def restore_generator(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
-        """Ends ``swap_generator``: ``own`` has advanced, and the default generator draws as before."""
-        _default_generator(device).graphsafe_set_state(others)
+    def restore_generator(self, device: torch.device, generator: torch.Generator, previous: torch.Generator) -> None:
+        """Ends ``swap_generator``: ``generator`` has advanced, and the default generator draws as before."""
+        _default_generator(device).graphsafe_set_state(previous)
 
     def graph_pool(self, device: torch.device) -> Any:
         return torch.cuda.graph_pool_handle()
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> DeviceGraph:
         # The default one is drawn from where no replica swaps it for its own: by the default strategy.
-        every = [*generators, _default_generator(device)]
-        return DeviceGraph(device, every, pool, self.side_stream(device, "recording"))
+        registered = [*generators, _default_generator(device)]
+        return DeviceGraph(device, registered, pool, self.side_stream(device, "recording"))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """A copy in pinned host memory, and the event behind it. The host does not wait."""
@@ -223,6 +226,7 @@ def _statistic(device: torch.device, name: str, which: str) -> int:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
+    # torch.cuda.default_generators is an empty tuple until CUDA has been initialised.
     torch.cuda.init()  # type: ignore[no-untyped-call]
     generator: torch.Generator = torch.cuda.default_generators[device.index]
     return generator

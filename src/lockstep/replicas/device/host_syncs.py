@@ -18,6 +18,7 @@ from lockstep._torch_compat import TorchDispatchMode
 from lockstep.collectives.communicator import call_site
 from lockstep.replicas.context import get_replica_context
 
+# torch's own tags: the host cannot know the result, or its shape, before the device has computed it.
 _KNOWN_LATE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COPYING = ("aten._to_copy", "aten.copy_")
 _INDEXING = ("aten.index", "aten.index_put", "aten.index_put_")
@@ -59,6 +60,6 @@ def host_waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if on_gpu and args and isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu":
         return False  # it is on the host anyway
     if name in _INDEXING:  # rows that a mask chooses are counted; a single number written through a mask is not
-        masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masked and (name == "aten.index" or args[2].numel() != 1)
     return not _KNOWN_LATE.isdisjoint(func.tags) and kwargs.get("output_size") is None

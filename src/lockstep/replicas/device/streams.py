@@ -70,6 +70,8 @@ class GpuReplica:
 
     def check(self, rows: int | None) -> None:
         """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
+        # Counters first: pool() inspects every block, in milliseconds
+        # (test_memory_is_looked_at_only_when_a_pool_has_another_size).
         gpu = self.device.torch_device
         if self._limit is None or self.driver.resizes(gpu) == self._resizes:
             return
@@ -110,29 +112,31 @@ class GpuSlot:
         self._replica = replica
         self._rows = rows
         self._alone = alone
-        self._held: ExitStack | None = None
-        self._others: Any = None
+        self._resources: ExitStack | None = None
+        self._default_state: Any = None
 
     def acquire(self) -> None:
         """Waits for the slot, then makes the replica's stream and generator the GPU's current ones."""
         self._gate.acquire()
         replica = self._replica
-        with ExitStack() as held:
-            held.callback(self._gate.release)
-            held.enter_context(replica.driver.on_stream(replica.stream))
-            held.enter_context(self._drawing())
+        with ExitStack() as resources:
+            resources.callback(self._gate.release)
+            resources.enter_context(replica.driver.on_stream(replica.stream))
+            resources.enter_context(self._drawing())
             replica.begin_peak()
-            self._held = held.pop_all()
+            # Only now: if a step above fails, for lack of memory, the gate and the generator are given back here.
+            self._resources = resources.pop_all()
 
     def release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
 
     def check(self) -> None:
         self._replica.check(self._rows)
 
     def record_event(self) -> StreamEvent | None:
+        # Alone there is no other stream that would have to wait.
         if self._alone:
             return None
         driver = self._replica.driver
@@ -141,11 +145,11 @@ class GpuSlot:
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
         replica, gpu = self._replica, self._replica.device.torch_device
-        replica.driver.restore_generator(gpu, replica.generator, self._others)
+        replica.driver.restore_generator(gpu, replica.generator, self._default_state)
         try:
             yield
         finally:
-            self._others = replica.driver.swap_generator(gpu, replica.generator)
+            self._default_state = replica.driver.swap_generator(gpu, replica.generator)
             replica.begin_peak()  # temporary memory of the block is not charged to the replica
 
     @contextmanager
@@ -160,11 +164,11 @@ class GpuSlot:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         replica, gpu = self._replica, self._replica.device.torch_device
-        self._others = replica.driver.swap_generator(gpu, replica.generator)
+        self._default_state = replica.driver.swap_generator(gpu, replica.generator)
         try:
             yield
         finally:
-            replica.driver.restore_generator(gpu, replica.generator, self._others)
+            replica.driver.restore_generator(gpu, replica.generator, self._default_state)
 
 
 class RunStreams:
@@ -197,7 +201,8 @@ class RunStreams:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # A device that has failed may fail here too; the first error is the one to report.
+        # A device that has failed may fail here too; the first error is the one to report
+        # (test_at_the_end_of_a_run_that_failed_the_first_error_is_told).
         with nullcontext() if kind is None else suppress(RuntimeError):
             for event in self._record(self._all):
                 event.wait()
@@ -206,6 +211,7 @@ class RunStreams:
     def after(self, events: Sequence[StreamEvent]) -> Iterator[None]:
         """A block that queues work for combining behind ``events``, with the first replica's device as current."""
         with ExitStack() as stack:
+            # In reverse, so that the innermost block, and with it the current device, is the first GPU's.
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
             for event in events:
@@ -228,10 +234,11 @@ def allocating_on(device: LogicalDevice) -> Iterator[None]:
     if driver is None:
         yield
         return
-    own, here = driver.stream(device), driver.current_stream(device.torch_device)
-    driver.wait(own, driver.record(here))
+    # torch's allocator books a block on the stream that is current when it is allocated, and that is the share's pool.
+    share, current = driver.stream(device), driver.current_stream(device.torch_device)
+    driver.wait(share, driver.record(current))
     try:
-        with driver.on_stream(own):
+        with driver.on_stream(share):
             yield
     finally:
-        driver.wait(here, driver.record(own))
+        driver.wait(current, driver.record(share))

@@ -114,6 +114,8 @@ def restore_l1_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[
     """The arguments of a call, with the ``weight`` that torch 2.13's ``F.l1_loss`` does not pass on to modes."""
     if func is not F.l1_loss or kwargs.get("weight") is not None:
         return kwargs
+    # The weight is nowhere but in the frame of F.l1_loss: torch 2.13 leaves it out of what it hands to modes, and a
+    # loss would silently be computed without it (test_the_weights_of_an_l1_loss_are_not_lost).
     frame = sys._getframe(1)
     for _ in range(_FRAMES_TO_CALL):
         if frame.f_back is None:
@@ -136,6 +138,7 @@ def _instance_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
     """
     result = F.instance_norm(*args, **kwargs)
     if result.requires_grad and result.ndim > 3 and result.shape[0] == 1:
+        # The gradient is wrong by as much as itself there; two rows are right (findings/instance-norm-one-row-*.sh).
         result.register_hook(_contiguous)  # type: ignore[no-untyped-call]
     return result
 
@@ -188,6 +191,7 @@ class ReplicaRng(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Before all else: these are a third of a transformer's calls.
         if func in self._passed_on:
             return func(*args)
         kwargs = kwargs or {}
@@ -247,6 +251,7 @@ class ReplicaRng(TorchFunctionMode):
         """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
         guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
         try:
+            # The caller's modes, such as a FLOP counter, would count the watch's calls as the step's.
             with disable_dispatch_modes() if num_dispatch_modes() else nullcontext():
                 yield
         finally:
@@ -262,6 +267,7 @@ class ReplicaRng(TorchFunctionMode):
             if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):
                 kwargs = {**kwargs, "generator": self.generator}
             return func(*args, **kwargs)
+        # torch.nn.functional.dropout and attention take no generator, and the default generator would be one at a time.
         if func in REWRITTEN:
             return REWRITTEN[func](self.generator, *args, **kwargs)
         if func in _COMPOSITE:
@@ -279,23 +285,24 @@ class ReplicaRng(TorchFunctionMode):
 @contextmanager
 def without_replica_rng() -> Iterator[None]:
     """A block in which the replica's function mode is off: a compiler would trace it in every call of torch."""
-    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
-    with without_innermost_function_mode() if own else nullcontext():
+    is_innermost = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
+    with without_innermost_function_mode() if is_innermost else nullcontext():
         yield
 
 
 @contextmanager
-def default_generator_as(own: torch.Generator) -> Iterator[None]:
-    """A block in which torch's default generator draws the numbers of ``own``; one thread at a time."""
+def default_generator_as(generator: torch.Generator) -> Iterator[None]:
+    """A block in which torch's default generator draws the numbers of ``generator``; one thread at a time."""
+    # By value and under a lock, since on a CPU torch's default generator cannot be replaced by another one.
     default = torch.default_generator
     with DEFAULT_GENERATOR_LOCK:
-        others = default.get_state()
-        default.set_state(own.get_state())
+        previous = default.get_state()
+        default.set_state(generator.get_state())
         try:
             yield
-            own.set_state(default.get_state())
+            generator.set_state(default.get_state())
         finally:
-            default.set_state(others)
+            default.set_state(previous)
 
 
 def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -318,6 +325,8 @@ def _is_random_operator(operator: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 def _drops_between_layers(*args: Any) -> bool:
     """For torch.lstm(input, hx, weights, bias, layers, dropout, training, ...) and its like."""
+    # Worth the look: without dropout the replicas need not wait for each other at the default generator
+    # (test_recurrent_layers_without_dropout_do_not_wait_for_the_generator).
     if len(args) < 8:  # called with keywords, as torch's modules never do
         return True
     first = 6 if isinstance(args[3], (tuple, list)) else 5
@@ -332,6 +341,7 @@ def _never(*_: Any) -> bool:
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any]:
     """``func`` without its own check for modes: calling ``func`` itself would only come back to the mode."""
+    # A copy of the function with other globals, not a patch of torch: other threads call the function itself meanwhile.
     names = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     body = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__

@@ -28,6 +28,7 @@ def dropout(
 
 
 def _zero(input: torch.Tensor, noise: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    # The mask is scaled, not the result: one pass over the input, and p = 1 gives 0 without 0 / 0.
     return input * (noise.zero_() if p >= 1 else noise.bernoulli_(1 - p, generator=generator).div_(1 - p))
 
 
@@ -71,6 +72,6 @@ def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
     names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
     # Attention is marked as random for its dropout, whatever that is.
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    return "dropout_p" not in names or bool(values.get("dropout_p"))

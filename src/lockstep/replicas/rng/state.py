@@ -20,6 +20,7 @@ from lockstep.replicas.device.streams import GpuReplica
 
 def derived_seed(*numbers: int) -> int:
     """A seed that depends on a sequence of numbers, such as (seed, replica), and on nothing else."""
+    # A hash, not seed + replica: neighbouring seeds of two trainings would share replicas' generators.
     digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -49,7 +50,7 @@ class ReplicaGenerators:
 
     def with_part(self, of_part: torch.Generator) -> ReplicaGenerators:
         """These, and the generator for the part of a model."""
-        return ReplicaGenerators([own for own, _ in self._all], [gpu for _, gpu in self._all], of_part)
+        return ReplicaGenerators([generator for generator, _ in self._all], [gpu for _, gpu in self._all], of_part)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         """Per replica its states by name: "cpu", on a GPU "cuda", with a generator for a part "apart"."""
@@ -104,34 +105,36 @@ class _DefaultHere:
         self._process_wide = process_wide
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._here() or self._process_wide, name)
+        return getattr(self._current() or self._process_wide, name)
 
     def get_state(self) -> torch.Tensor:
         """The state of the default generator here, followed by those of its companions."""
-        own, *beside = self._all()
-        return torch.cat([own.get_state(), *(each.get_state() for each in beside)]) if beside else own.get_state()
+        states = [generator.get_state() for generator in self._all()]
+        return torch.cat(states) if len(states) > 1 else states[0]
 
     def set_state(self, state: torch.Tensor) -> None:
         """Restores what ``get_state`` returned, or a state of the default generator alone."""
-        own, *beside = self._all()
-        size = own.get_state().numel()
-        if not beside or state.numel() == size:
-            own.set_state(state)
+        default, *companions = self._all()
+        size = default.get_state().numel()
+        if not companions or state.numel() == size:
+            default.set_state(state)
             return
-        for generator, part in zip((own, *beside), state.split(size), strict=True):  # type: ignore[no-untyped-call]
+        for generator, part in zip((default, *companions), state.split(size), strict=True):  # type: ignore[no-untyped-call]
             generator.set_state(part.clone())
 
-    def _here(self) -> torch.Generator | None:
-        here = own_generator.get()
-        return here() if here is not None else None
+    def _current(self) -> torch.Generator | None:
+        get_generator = own_generator.get()
+        return get_generator() if get_generator is not None else None
 
     def _all(self) -> tuple[torch.Generator, ...]:
-        own = self._here()
-        return (self._process_wide,) if own is None else (own, *companion_generators.get())
+        generator = self._current()
+        return (self._process_wide,) if generator is None else (generator, *companion_generators.get())
 
 
 @functools.cache
 def patch_default_generator() -> None:
     """Makes torch.get_rng_state and its like mean the replica's generator inside replicas. Process-wide and once."""
+    # By this name, since torch.utils.checkpoint takes no generator: it saves and restores the state by torch.random
+    # (test_checkpointed_dropout_has_the_gradients_of_plain_dropout).
     process_wide = torch.random.default_generator  # type: ignore[attr-defined]
     torch.random.default_generator = _DefaultHere(process_wide)  # type: ignore[assignment, attr-defined]
