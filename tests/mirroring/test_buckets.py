@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.mirroring.gradients.buckets import BucketExchange
+from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange
 
 pytestmark = pytest.mark.workers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.mirroring.gradients.exchange import add_gradients, spread
+from lockstep.mirroring.gradients.local_sum import add_gradients, spread
 
 
 def copies_with(*gradients: torch.Tensor | None) -> list[nn.Parameter]:

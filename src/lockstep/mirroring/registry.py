@@ -1,7 +1,7 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
 before   align: brings what was set outside to all copies    guards: look at each replica's calls
-after    settled, sum_after_run: changes by replicas are their own, and gradients are summed
+after    run_end, sum_after_run: changes by replicas are their own, and gradients are summed
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ class MirroredObjects:
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
         self._with_rows: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
-        self._made = 0  # modules mirrored so far
+        self._num_mirrored = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
-        self._warned_of_own = False
+        self._has_warned = False
         self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
-        self._guarded = -1
+        self._guards_are_stale = True
+        self._num_guarded = 0  # modules that the guards know; one that is gone makes them stale, too
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -89,8 +90,8 @@ class MirroredObjects:
 
     def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
-        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
-        return self._metrics.setdefault(id(metric), found)
+        mirrored = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
+        return self._metrics.setdefault(id(metric), mirrored)
 
     def mirror_module(
         self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
@@ -110,9 +111,9 @@ class MirroredObjects:
                 strategy, module, self._partition, self._propagations, sync_batchnorm, memory_format
             )
             mirrored.optimizers = self.optimizers
-            self._made += 1
+            self._num_mirrored += 1
             self._modules[id(mirrored.module)] = mirrored
-            self._guarded = -1
+            self._guards_are_stale = True
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
             raise UsageError(
                 "this module is mirrored already, and keeps the settings that it was mirrored with; "
@@ -135,13 +136,13 @@ class MirroredObjects:
             strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange, self._partition
         )
         _check_memory(strategy.devices, mirrored.parameters)
-        own = {id(copies[0]) for copies in mirrored.parameters}
+        ids = {id(copies[0]) for copies in mirrored.parameters}
         for former in self._adopted[:]:
-            if any(id(copies[0]) in own for copies in former.parameters):
+            if any(id(copies[0]) in ids for copies in former.parameters):
                 self._adopted.remove(former)
                 self.optimizers.discard(former)
         self.optimizers.add(mirrored)
-        self._guarded = -1
+        self._guards_are_stale = True
         return mirrored
 
     def sum_after_run(self, strategy: Strategy) -> None:
@@ -152,7 +153,7 @@ class MirroredObjects:
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
                 optimizer.gradients.note_left()
-            self._warn_of_own_gradients()
+            self._warn_of_local_gradients()
             return
         if len(strategy.devices) == 1:
             return
@@ -168,15 +169,15 @@ class MirroredObjects:
         """The copies of each parameter that belongs to no mirrored optimizer."""
         if self._without_optimizer_cache is None:
             stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
-            self._without_optimizer_cache = [each for each in self._parameters() if id(each[0]) not in stepped]
-            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
+            self._without_optimizer_cache = [copies for copies in self._parameters() if id(copies[0]) not in stepped]
+            self._stepped_twice = {number for number, times in stepped.items() if times > 1}
         return self._without_optimizer_cache
 
-    def _warn_of_own_gradients(self) -> None:
+    def _warn_of_local_gradients(self) -> None:
         """Warns once, with several workers, of a run that leaves gradients of parameters without an optimizer."""
-        if self._warned_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
+        if self._has_warned or not any(copies[0].grad is not None for copies in self._without_optimizer()):
             return
-        self._warned_of_own = True
+        self._has_warned = True
         warnings.warn(
             "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; "
             "read .grad in the step, or mirror an optimizer over them and call its sum_gradients() on every worker; "
@@ -186,7 +187,7 @@ class MirroredObjects:
 
     def adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
         """Makes an optimizer that only sums gradients, for the module of a parameter that a step updates by hand."""
-        stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
+        stepped = {id(copy) for optimizer in self.optimizers for copies in optimizer.parameters for copy in copies}
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
@@ -197,7 +198,7 @@ class MirroredObjects:
 
     def parameters(self) -> set[int]:
         """The ids of all parameters of all copies of the modules."""
-        return {id(each) for copies in self._parameters() for each in copies}
+        return {id(copy) for copies in self._parameters() for copy in copies}
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, ...]]:
         for module in self.modules:
@@ -209,7 +210,7 @@ class MirroredObjects:
             variable.check_unchanged()
         for module in self.modules:
             if module.align():
-                self._guarded = -1
+                self._guards_are_stale = True
             if module.has_others:
                 self._take_hooks(module)
         for optimizer in self.optimizers:
@@ -220,8 +221,8 @@ class MirroredObjects:
         """Has updates call the hooks on parameters that several replicas train, or refuses them in a user's loop."""
         weights = module.propagation.weights
         for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
-            weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
-            if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
+            weight = next((copy for copy in weights if holder is self._partition.source_of(copy)), holder)
+            if not any(optimizer.hooks.at_updates and optimizer.hooks.take(weight) for optimizer in self.optimizers):
                 refuse_hook(holder, hook, is_part=module.is_part)
 
     @contextmanager
@@ -236,15 +237,16 @@ class MirroredObjects:
         """Between runs: brings new submodules, weights and buffers to all copies."""
         for module in self.modules:
             if module.propagation.follow():
-                self._guarded = -1
+                self._guards_are_stale = True
 
     @contextmanager
-    def settled(self, replicas: int) -> Iterator[None]:
+    def run_end(self, replicas: int) -> Iterator[None]:
         """Around a run: afterwards what replicas have set on their copies is their own.
 
         If one of several replicas has failed, the gradients that the run has added are removed.
         """
-        before = [(each.gradients, each.gradients.marks()) for each in self.optimizers] if replicas > 1 else []
+        states = [optimizer.gradients for optimizer in self.optimizers] if replicas > 1 else []
+        before = [(gradients, gradients.versions()) for gradients in states]
         failed = True
         try:
             yield
@@ -253,17 +255,17 @@ class MirroredObjects:
             with ExitStack() as stack:
                 for module in self.modules:
                     stack.callback(module.propagation.end, failed=failed)
-                for gradients, marks in before if failed else ():
-                    stack.callback(gradients.run_failed, marks)
+                for gradients, versions in before if failed else ():
+                    stack.callback(gradients.run_failed, versions)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """The guards of the local replicas in the next run. Called after ``align``."""
         self._claims.clear(one_replica=replicas == 1)
-        if self._guarded != len(self._modules):
+        if self._guards_are_stale or len(self._modules) != self._num_guarded:
             self._without_optimizer_cache = None
             ownership, gradients = Ownership(self.modules), StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
-            self._guarded = len(self._modules)
+            self._guards_are_stale, self._num_guarded = False, len(self._modules)
         return self._guards
 
     def count_run(self, fn: Callable[..., Any], *, has_rows: bool) -> RunCount:
@@ -272,11 +274,11 @@ class MirroredObjects:
         The counts are 0 where modules are compiled: watches use hooks, which torch.compile would compile too.
         """
         if any(module.is_compiled for module in self.modules):
-            return RunCount(self._made)
+            return RunCount(self._num_mirrored)
         key = _step_of(fn)
         count = self._counts.get(key)
-        if count is None or count.modules != self._made:
-            count = self._counts[key] = RunCount(self._made)
+        if count is None or count.modules != self._num_mirrored:
+            count = self._counts[key] = RunCount(self._num_mirrored)
         count.runs += 1
         count.with_rows += has_rows
         return count
@@ -298,7 +300,7 @@ class MirroredObjects:
     def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
         """Whether rows have been followed through ``fn`` since the last module was mirrored."""
         count = self._counts.get(_step_of(fn))
-        return count is not None and count.modules == self._made and count.with_rows > 0
+        return count is not None and count.modules == self._num_mirrored and count.with_rows > 0
 
     def _propagations(self) -> list[Propagation]:
         return [module.propagation for module in self.modules]
@@ -332,12 +334,12 @@ class StepGradients:
             optimizer.gradients.assigned(context, parameter, value)
 
     def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
-        known = self._optimizers.get(id(parameter))
-        found, objects = None if known is None else known(), self._objects()
-        if found is not None or objects is None:
-            return found
+        reference, objects = self._optimizers.get(id(parameter)), self._objects()
+        optimizer = None if reference is None else reference()
+        if optimizer is not None or objects is None:
+            return optimizer
         for optimizer in tuple(objects.optimizers):
-            ids = {id(each) for copies in optimizer.parameters for each in copies}
+            ids = {id(copy) for copies in optimizer.parameters for copy in copies}
             if id(parameter) in ids:
                 self._optimizers |= dict.fromkeys(ids, ref(optimizer))
                 return optimizer
@@ -350,9 +352,10 @@ def _check_memory(devices: Sequence[LogicalDevice], parameters: Sequence[Sequenc
     The system would end the process with SIGKILL, and say nothing.
     """
     replicas = sum(device.kind == "CPU" for device in devices)
-    each_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
-    if replicas > 1 and replicas * each_mb > (free_mb := available_mb()):
+    replica_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
+    if replicas > 1 and replicas * replica_mb > (free_mb := available_mb()):
         raise ConfigError(
-            f"{replicas} replicas of this process hold gradients of {each_mb:.0f} MB each, {replicas * each_mb:.0f} MB "
-            f"in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or more hosts"
+            f"{replicas} replicas of this process hold gradients of {replica_mb:.0f} MB each, "
+            f"{replicas * replica_mb:.0f} MB in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or "
+            "more hosts"
         )

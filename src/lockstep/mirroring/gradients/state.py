@@ -22,21 +22,21 @@ import torch
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies
+from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.replicas.context import ReplicaContext
 
-Marks = list[tuple[int, int]]
+Versions = list[tuple[int, int]]
 """The gradients that replicas have, and their versions: equal as long as nobody changes them."""
 
 
-class Stage(enum.Enum):
+class GradientHome(enum.Enum):
     """Where the gradients are, for all replicas together."""
 
-    OWN = enum.auto()
+    REPLICAS = enum.auto()
     """Each replica has its own gradients, or none; the step sums them."""
-    KEPT = enum.auto()
+    PARTIAL_SUM = enum.auto()
     """The first replica has the sums of earlier runs; the step adds to them what replicas have since."""
-    SUMMED = enum.auto()
+    FINAL_SUM = enum.auto()
     """The first replica has the sums, which the next step uses as they are."""
     LOST = enum.auto()
     """A failed run has spoiled the sums of several runs; only ``zero_grad`` is allowed."""
@@ -46,8 +46,8 @@ class GradientState:
     """The state of one optimizer's gradients.
 
     Attributes:
-        stage: where the gradients are.
-        given: by local replica, whether its gradients are the sums now, because its step has read them.
+        home: where the gradients are.
+        has_sums: by local replica, whether its gradients are the sums now, because its step has read them.
         sums_after_runs: whether gradients that a run leaves are summed after it.
     """
 
@@ -55,20 +55,20 @@ class GradientState:
         self._parameters = parameters
         self._keeps_sums = keeps_sums
         self.sums_after_runs = True
-        self.stage = Stage.OWN
+        self.home = GradientHome.REPLICAS
         replicas = len(parameters[0]) if parameters else 0
-        self.given = [False] * replicas
+        self.has_sums = [False] * replicas
         self._index = [{id(copies[replica]): at for at, copies in enumerate(parameters)} for replica in range(replicas)]
         # By replica, the numbers of the parameters whose ".grad" is a sum that it was given, and not its own.
         self._sums: list[set[int]] = [set() for _ in range(replicas)]
         self._is_hooked = False
         self._unsynced: set[object] = set()
         self._was_unsynced = False
-        self._left: Marks | None = None
+        self._versions_after_run: Versions | None = None
 
     def check_not_lost(self) -> None:
         """Raises a UsageError if a failed run has spoiled the gradients."""
-        if self.stage is Stage.LOST:
+        if self.home is GradientHome.LOST:
             raise UsageError(
                 "a run failed while gradients of several runs were being added up, and they are lost; call "
                 "optimizer.zero_grad() and begin the accumulation again"
@@ -88,31 +88,32 @@ class GradientState:
     def wants_sum_after_run(self) -> bool:
         """After a run of the only worker: whether replicas have gradients of their own to be summed now."""
         unsynced, self._was_unsynced = self._was_unsynced, bool(self._unsynced)
-        if unsynced or not self._may_sum_after_run() or all(self.given):
+        if unsynced or not self._may_sum_after_run() or all(self.has_sums):
             return False
         return any(copy.grad is not None for copies in self._parameters for copy in copies[1:])
 
     def _may_sum_after_run(self) -> bool:
-        return self.sums_after_runs and self.stage in (Stage.OWN, Stage.KEPT)
+        return self.sums_after_runs and self.home in (GradientHome.REPLICAS, GradientHome.PARTIAL_SUM)
 
-    def marks(self) -> Marks | None:
-        """Marks that differ after a run that has changed gradients; None if there are no gradients."""
-        if self.stage in (Stage.OWN, Stage.LOST) and all(copies[-1].grad is None for copies in self._parameters):
+    def versions(self) -> Versions | None:
+        """Versions that differ after a run that has changed gradients; None if there are no gradients."""
+        has_no_sum = self.home in (GradientHome.REPLICAS, GradientHome.LOST)
+        if has_no_sum and all(copies[-1].grad is None for copies in self._parameters):
             return None
         gradients = [parameter.grad for copies in self._parameters for parameter in copies]
-        return [(id(each), each._version) for each in gradients if each is not None]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def note_left(self) -> None:
         """After a run with several workers: notes which gradients this worker's replicas have."""
-        self._left = None if not self._may_sum_after_run() or any(self.given[:1]) else self.marks()
+        self._versions_after_run = None if not self._may_sum_after_run() or any(self.has_sums[:1]) else self.versions()
 
     def check_left(self) -> None:
         """Before the next run: raises a UsageError if the gradients of the last one were changed and not cleared."""
-        left, self._left = self._left, None
-        if left is None or self.marks() in (left, None):
+        versions, self._versions_after_run = self._versions_after_run, None
+        if versions is None or self.versions() in (versions, None):
             return
-        gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
-        if any(bool(each.count_nonzero()) for each in gradients):
+        gradients = [copy.grad for copies in self._parameters for copy in copies if copy.grad is not None]
+        if any(bool(gradient.count_nonzero()) for gradient in gradients):
             raise UsageError(
                 "gradients were changed outside replicas after a run, where they are this worker's own; call "
                 "optimizer.sum_gradients() on every worker before they are read or changed, or optimizer.zero_grad()"
@@ -132,15 +133,15 @@ class GradientState:
                         else:
                             gradient.requires_grad_(False)
                         gradient.zero_()
-        for each in range(len(self.given)) if replica is None else (replica,):
-            self._forget(each)
-        self.stage = Stage.OWN
+        for number in range(len(self.has_sums)) if replica is None else (replica,):
+            self._forget(number)
+        self.home = GradientHome.REPLICAS
 
-    def run_failed(self, before: Marks | None) -> None:
-        """After a failed run: clears the gradients that replicas have added since ``marks`` was ``before``."""
-        if before is None or self.marks() != before:
+    def run_failed(self, before: Versions | None) -> None:
+        """After a failed run: clears the gradients that replicas have added since ``versions`` was ``before``."""
+        if before is None or self.versions() != before:
             self.clear(None)
-            self.stage = Stage.OWN if before is None else Stage.LOST
+            self.home = GradientHome.REPLICAS if before is None else GradientHome.LOST
 
     def give(self, context: ReplicaContext) -> None:
         """Gives each replica its own copy of the sums, which the first has. Every replica must call it."""
@@ -158,7 +159,7 @@ class GradientState:
                     mark_summed(gradient)
         if replica or not self._keeps_sums:
             self._sums[replica] = {at for at, copies in enumerate(self._parameters) if copies[replica].grad is not None}
-        self.given[replica] = True
+        self.has_sums[replica] = True
 
     def take_back(self, replica: int, *, all_but_first: bool = False) -> None:
         """Drops what a replica was given, so that its gradients are its own; but not the first one's, if asked."""
@@ -172,12 +173,12 @@ class GradientState:
         """The step of the calling replica assigns a parameter's ".grad"."""
         replica = context.local_replica
         if value is None:
-            self.given[replica] = False
-        if not self.given[replica]:
+            self.has_sums[replica] = False
+        if not self.has_sums[replica]:
             self._sums[replica].discard(self._index[replica].get(id(parameter), -1))
 
     def _forget(self, replica: int) -> None:
-        self.given[replica] = False
+        self.has_sums[replica] = False
         self._sums[replica].clear()
 
     def _hook(self) -> None:
@@ -189,7 +190,7 @@ class GradientState:
 
     def _accumulating(self, replica: int, at: int) -> None:
         """A backward pass brings a gradient: what a replica was given is no part of it."""
-        self.given[replica] = False
+        self.has_sums[replica] = False
         if at in self._sums[replica]:
             self._sums[replica].discard(at)
             with DisableTorchFunction():

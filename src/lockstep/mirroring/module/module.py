@@ -202,7 +202,7 @@ class MirroredModule(nn.Module):
         replicas = range(len(self._copies)) if context is None else (context.local_replica,)
         with ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(optimizer.held(self.module, replicas))
+                stack.enter_context(optimizer.sending_paused(self.module, replicas))
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:

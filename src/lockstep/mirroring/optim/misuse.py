@@ -23,20 +23,20 @@ IN_LOCKSTEP = "_lockstep_part"
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 
-_others: ContextVar[frozenset[int]] = ContextVar("lockstep_others", default=frozenset())
+_refused_ids: ContextVar[frozenset[int]] = ContextVar("lockstep_refused_weights", default=frozenset())
 
 
 @contextmanager
-def refusing_steps_over(others: Iterable[nn.Parameter]) -> Iterator[None]:
+def refusing_steps_over(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """A block of an update in which no optimizer may step these: weights of the model that it does not update.
 
     Their gradients are those of the rows of each replica, neither summed nor divided by the count.
     """
-    token = _others.set(frozenset(map(id, others)))
+    token = _refused_ids.set(frozenset(map(id, weights)))
     try:
         yield
     finally:
-        _others.reset(token)
+        _refused_ids.reset(token)
 
 
 def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
@@ -44,8 +44,8 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
 
     In one of several replicas, or around the step of a mirrored optimizer that does not hold them.
     """
-    if (others := _others.get()) and any(
-        id(weight) in others for group in optimizer.param_groups for weight in group["params"]
+    if (refused := _refused_ids.get()) and any(
+        id(weight) in refused for group in optimizer.param_groups for weight in group["params"]
     ):
         raise UsageError(
             f"{type(optimizer).__name__}.step was called around the step of another optimizer, over weights that only "

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lockstep._torch_compat import DisableTorchFunction, not_compiled
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
+from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange
 from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
-from lockstep.mirroring.gradients.state import GradientState, Stage
+from lockstep.mirroring.gradients.state import GradientHome, GradientState
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
@@ -107,13 +107,13 @@ class MirroredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         replica = context.local_replica
-        given = gradients.given[replica]
-        gradients.take_back(replica, all_but_first=given)
-        if given or gradients.stage is Stage.SUMMED:
+        has_sums = gradients.has_sums[replica]
+        gradients.take_back(replica, all_but_first=has_sums)
+        if has_sums or gradients.home is GradientHome.FINAL_SUM:
             self._update.apply(context)
         else:  # the counts add up to 1: the replicas back-propagated parts of one loss, summed and not averaged
             self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-        gradients.stage = Stage.OWN
+        gradients.home = GradientHome.REPLICAS
         return loss
 
     def sum_gradients(self) -> None:
@@ -145,12 +145,12 @@ class MirroredOptimizer(Optimizer):
         self.gradients.check_not_lost()
         self.gradients.take_back(context.local_replica)
         self._update.sum(context)
-        self.gradients.stage = Stage.SUMMED
+        self.gradients.home = GradientHome.FINAL_SUM
 
     def give_sums(self, context: ReplicaContext) -> None:
         """Gives the calling replica the sums, for a step that reads them. Every replica must call it."""
         replica = context.local_replica
-        if not self.gradients.given[replica]:
+        if not self.gradients.has_sums[replica]:
             self.gradients.check_not_lost()
             with DisableTorchFunction():
                 self.gradients.take_back(replica)
@@ -210,13 +210,13 @@ class MirroredOptimizer(Optimizer):
         return self._update.optimizers
 
     @contextmanager
-    def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
+    def sending_paused(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
         """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
-        own = {id(copies[0]) for copies in self.parameters}
-        if not any(id(parameter) in own for parameter in module.parameters()):
+        ids = {id(copies[0]) for copies in self.parameters}
+        if not any(id(parameter) in ids for parameter in module.parameters()):
             yield
             return
-        with self.gradients.unsynced(), self._exchange.held(replicas):
+        with self.gradients.unsynced(), self._exchange.sending_paused(replicas):
             yield
 
     @contextmanager
@@ -243,7 +243,7 @@ class MirroredOptimizer(Optimizer):
             for replica in range(len(self._owner.devices)):  # one without a backward pass since may have earlier sums
                 self.gradients.take_back(replica)
             self._run_in_replicas(self._update.sum)
-            self.gradients.stage = Stage.KEPT
+            self.gradients.home = GradientHome.PARTIAL_SUM
 
     def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
         return self._owner.run(_in_replica, (half, *args))
@@ -294,7 +294,7 @@ class MirroredOptimizer(Optimizer):
                     "would call it; call it outside strategy.run, between runs"
                 )
             result = method(*args, **kwargs)
-            if len(self.storages.every) > 1:
+            if len(self.storages.optimizers) > 1:
                 self.storages.reset()
             return result
 
@@ -302,8 +302,8 @@ class MirroredOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
-        own = self.__dict__
-        if "_update" in own and name not in own and name in vars(self.plain) and not hasattr(type(self), name):
+        is_new = "_update" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name)
+        if is_new and name in vars(self.plain):
             setattr(self.plain, name, value)
         else:
             object.__setattr__(self, name, value)
@@ -332,7 +332,7 @@ class MirroredOptimizer(Optimizer):
         former: GradientState | None = self.__dict__.get("gradients")
         self.gradients = GradientState(self.parameters, keeps_sums=exchange.keeps_sums)
         if former is not None:
-            self.gradients.stage, self.gradients.sums_after_runs = former.stage, former.sums_after_runs
+            self.gradients.home, self.gradients.sums_after_runs = former.home, former.sums_after_runs
         self.hooks = ParameterHooks(self.parameters, self._partition)
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
         self._update = LockstepUpdate(
@@ -342,14 +342,14 @@ class MirroredOptimizer(Optimizer):
             exchange,
             hooks=self.hooks,
             on_gpus=on_gpus,
-            find_others=self._other_parameters,
+            find_other_parameters=self._other_parameters,
         )
 
     def _other_parameters(self) -> list[Copies]:
         """The parameters of mirrored modules that this optimizer does not hold, and what they were made of."""
-        own = {id(copies[0]) for copies in self.parameters}
-        others = (copies for first, copies in self._find_copies().items() if first not in own)
-        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in others]
+        ids = {id(copies[0]) for copies in self.parameters}
+        foreign = (copies for first, copies in self._find_copies().items() if first not in ids)
+        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in foreign]
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -359,11 +359,11 @@ class MirroredOptimizer(Optimizer):
             )
         gradients = self.gradients
         gradients.check_not_lost()
-        if self.parameters and all(gradients.given):
-            gradients.stage = Stage.SUMMED
+        if self.parameters and all(gradients.has_sums):
+            gradients.home = GradientHome.FINAL_SUM
             for replica in range(len(self._owner.devices)):
                 gradients.take_back(replica, all_but_first=True)
-        if gradients.stage is not Stage.SUMMED:
+        if gradients.home is not GradientHome.FINAL_SUM:
             self.sum_gradients()
         elif any(parameter.grad is not None for copies in self.parameters for parameter in copies[1:]):
             raise UsageError(
@@ -371,7 +371,7 @@ class MirroredOptimizer(Optimizer):
                 "before the next backward pass"
             )
         self._run_in_replicas(self._update.apply)
-        gradients.stage = Stage.OWN
+        gradients.home = GradientHome.REPLICAS
 
 
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
