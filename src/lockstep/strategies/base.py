@@ -40,10 +40,10 @@ from lockstep.data.sharding import shard_sizes
 from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
-from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange
+from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
-from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy, WholeModels
 from lockstep.mirroring.registry import MirroredObjects, RunCount
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization

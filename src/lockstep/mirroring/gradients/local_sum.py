@@ -72,6 +72,10 @@ class GradientExchange(ABC):
         return nullcontext()
 
 
+MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
+"""Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
+
+
 class LocalExchange(GradientExchange):
     """Sums gradients between the replicas of one process, with the same bits however they are laid on devices."""
 

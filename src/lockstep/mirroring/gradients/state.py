@@ -29,8 +29,8 @@ Versions = list[tuple[int, int]]
 """The gradients that replicas have, and their versions: equal as long as nobody changes them."""
 
 
-class GradientHome(enum.Enum):
-    """Where the gradients are, for all replicas together."""
+class GradientHome(enum.IntEnum):
+    """Where the gradients are, for all replicas together. The later member stands for parameters of both."""
 
     REPLICAS = enum.auto()
     """Each replica has its own gradients, or none; the step sums them."""
@@ -139,9 +139,10 @@ class GradientState:
 
     def run_failed(self, before: Versions | None) -> None:
         """After a failed run: clears the gradients that replicas have added since ``versions`` was ``before``."""
+        is_lost = self.home is GradientHome.LOST
         if before is None or self.versions() != before:
             self.clear(None)
-            self.home = GradientHome.REPLICAS if before is None else GradientHome.LOST
+            self.home = GradientHome.LOST if is_lost or before is not None else GradientHome.REPLICAS
 
     def give(self, context: ReplicaContext) -> None:
         """Gives each replica its own copy of the sums, which the first has. Every replica must call it."""
@@ -160,6 +161,35 @@ class GradientState:
         if replica or not self._keeps_sums:
             self._sums[replica] = {at for at, copies in enumerate(self._parameters) if copies[replica].grad is not None}
         self.has_sums[replica] = True
+
+    def all_have_sums(self, context: ReplicaContext) -> bool:
+        """Whether the gradients of all local replicas are the sums that steps have read. Every replica must call it."""
+        # A backward pass after the read may come in some replicas only: these alone have gradients that are no sums.
+        if not self._is_hooked:
+            return False
+        have: bool = context.meet("gradients that the step has read", self.has_sums[context.local_replica], all)
+        return have
+
+    def check_final(self, replica: int | None) -> None:
+        """Raises a UsageError if a local replica, or any but the first, has gradients beside the final sums."""
+        replicas = slice(1, None) if replica is None else slice(max(replica, 1), replica + 1)
+        with DisableTorchFunction():  # otherwise a read of ".grad" in a replica asks for the sums
+            added = any(copy.grad is not None for copies in self._parameters for copy in copies[replicas])
+        if added:
+            raise UsageError(
+                "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
+                "before the next backward pass"
+            )
+
+    def continue_from(self, former: GradientState) -> None:
+        """Goes on where another state of these parameters, or of some of them, has ended. Outside backward passes."""
+        home = former.home
+        if any(former.has_sums):
+            for replica in range(len(former.has_sums)):
+                former.take_back(replica)
+            home = max(home, GradientHome.PARTIAL_SUM)
+        self.home = max(self.home, home)
+        self.sums_after_runs = former.sums_after_runs
 
     def take_back(self, replica: int, *, all_but_first: bool = False) -> None:
         """Drops what a replica was given, so that its gradients are its own; but not the first one's, if asked."""

@@ -3,9 +3,10 @@
     replica r:  [barrier: totals, NaN check] -> sum a slice -> [barrier: between storages] -> divide
                 -> [barrier: norm; clip] -> update a slice -> [barrier: end; with ZeRO-1, all workers get all weights]
 
-Gradients are summed, never averaged; the count divides them once, if one is given. ``sum`` and ``apply`` are the two
-halves, for a program that looks at the sums in between. On GPUs the host reads nothing, so it may be some updates ahead
-when it learns of a non-finite loss: every update after that one is skipped too, until ``reset_nonfinite``.
+Gradients are summed, never averaged; the count divides them once, if one is given. ``apply`` is the second half alone,
+for a program that looks at the sums of ``gradient_sums`` before it. On GPUs the host reads nothing, so it may be some
+updates ahead when it learns of a non-finite loss: every update after that one is skipped too, until
+``reset_nonfinite``.
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(part)) for part in members)
 
 
+def slices_of(parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """By local replica, the numbers of the parameters that it sums and updates for its storage group."""
+    sizes = [copies[0].numel() for copies in parameters]
+    return {replica: part for group in groups for replica, part in zip(group, balance(sizes, len(group)), strict=True)}
+
+
 def check_finite(total: float) -> None:
     """Raises NonFiniteLossError for a loss that is NaN or infinite."""
     if not math.isfinite(total):
@@ -187,10 +194,7 @@ class LockstepUpdate:
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
         self._logged_waiting = False
-        sizes = [copies[0].numel() for copies in parameters]
-        self._slices: dict[int, tuple[int, ...]] = {}
-        for group in groups:
-            self._slices |= dict(zip(group, balance(sizes, len(group)), strict=True))
+        self._slices = slices_of(parameters, groups)
         self._moments: list[list[float]] = [[] for _ in self._leader_of]  # of the last update, by replica
 
     @property
@@ -218,19 +222,8 @@ class LockstepUpdate:
             observer.update_ended(context, parameters)
             return result
 
-    def sum(self, context: ReplicaContext) -> None:
-        """The first half: leaves the sums in replica 0's copies, on every worker. Every replica must call it."""
-        observer, replica = current_observer(), context.local_replica
-        with DisableTorchFunction():
-            if observer is not None:
-                parameters = [copies[replica] for copies in self._parameters]
-                observer.update_begins(context, parameters, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-            context.meet("sum of gradients", (0.0, 0.0), lambda totals: self._exchange.open(totals, self._settings))
-            self._exchange.run(context, self._slices[replica])
-            context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
-
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
-        """Between the halves: clips the sums in replica 0's copies; returns their norm before. All must call it."""
+        """Before ``apply``: clips the sums in replica 0's copies; returns their norm before. All must call it."""
         first = self._leaders[0]
         indices = self._slices[context.local_replica] if self._leader_of[context.local_replica] == first else ()
         with DisableTorchFunction():
@@ -240,7 +233,7 @@ class LockstepUpdate:
         return norm
 
     def apply(self, context: ReplicaContext) -> None:
-        """The second half: updates every storage by the gradients in replica 0's copies. All must call it."""
+        """Updates every storage by the gradients in replica 0's copies. All must call it."""
         observer, replica = current_observer(), context.local_replica
         leader = self._leader_of[replica]
         with DisableTorchFunction():
@@ -334,11 +327,8 @@ class LockstepUpdate:
         self._clear_all_but_first()
 
     def _clear_all_but_first(self) -> None:
-        self._clear(self._leaders[1:] if self._exchange.keeps_sums else self._leaders)
-
-    def _clear(self, leaders: Sequence[int]) -> None:
         for copies in self._parameters:
-            for leader in leaders:
+            for leader in self._leaders[1:] if self._exchange.keeps_sums else self._leaders:
                 copies[leader].grad = None
 
     def _gradients(self, indices: Sequence[int], leader: int) -> list[Tensor]:
