@@ -1,11 +1,26 @@
-"""Where the gradients of one optimizer are: each replica's own, summed, given to a step, or lost.
+"""Where the gradients of some parameters are, those of one optimizer or of parameters without one: a state machine.
 
-    OWN --sum_gradients()-> SUMMED --step()-> OWN        backward -> .grad is read in the step -> [barrier: sum]
-     |--end of a run------> KEPT   --step()-> OWN        -> every replica is given the sum, in memory of its own
-     `--failed run--------> LOST   --zero_grad()-> OWN   -> clipped or logged -> step() uses replica 0's
+    NONE         no gradients                                  FINAL_SUM  the same, and the next step adds nothing
+    REPLICAS     each replica has its own                      SHOWN      each replica has the sum: its step read it
+    PARTIAL_SUM  replica 0 has the sum of what earlier runs    LOST       a failed run has spoiled the sum of several
+                 left, the replicas what came since                       runs; all but zero_grad() is refused
 
-A backward pass after such a read adds to replica 0's sums, and in the other replicas to nothing, so that every gradient
-counts once.
+                     NONE         REPLICAS     PARTIAL_SUM  FINAL_SUM    SHOWN        LOST
+    pass in no_sync  REPLICAS     REPLICAS     PARTIAL_SUM  FINAL_SUM*   REPLICAS     LOST
+    run with a pass  PARTIAL_SUM  PARTIAL_SUM  PARTIAL_SUM  FINAL_SUM*   PARTIAL_SUM  LOST
+    run that fails   NONE         LOST         LOST         LOST         LOST         LOST
+    run without one  NONE         PARTIAL_SUM  PARTIAL_SUM  FINAL_SUM    SHOWN        LOST
+    read in a step   SHOWN        SHOWN        SHOWN        SHOWN        SHOWN        refused
+    sum_gradients    FINAL_SUM    FINAL_SUM    FINAL_SUM    FINAL_SUM    FINAL_SUM    refused
+    step             NONE         REPLICAS     REPLICAS     REPLICAS     REPLICAS     refused
+    update (fit)     NONE         NONE         NONE         NONE         NONE         refused
+    zero_grad        NONE         NONE         NONE         NONE         NONE         NONE
+    add_param_group  NONE         REPLICAS     PARTIAL_SUM  FINAL_SUM    PARTIAL_SUM  LOST
+
+A step after ``*`` is refused. This is the table of one worker with several replicas; with several workers the end of a
+run sums nothing, since all workers would have to wait for it. ``tests/mirroring/test_gradient_transitions.py`` tests
+each entry. A backward pass after a read adds to replica 0's sums, and in the other replicas takes the place of the
+copies, so that every gradient counts once.
 """
 
 from __future__ import annotations
@@ -23,7 +38,7 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local_sum import Copies
-from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 Versions = list[tuple[int, int]]
 """The gradients that replicas have, and their versions: equal as long as nobody changes them."""
@@ -84,6 +99,8 @@ class GradientState:
             yield
         finally:
             self._unsynced.discard(block)
+            if get_replica_context() is None:  # around runs; in one, its end has to know of the block
+                self._was_unsynced = bool(self._unsynced)
 
     def wants_sum_after_run(self) -> bool:
         """After a run of the only worker: whether replicas have gradients of their own to be summed now."""
