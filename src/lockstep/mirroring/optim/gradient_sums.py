@@ -62,7 +62,6 @@ class GradientSums:
             self._owner.run(self.sum_gradients)
             return
         self.state.check_not_lost()
-        self.state.take_back(context.local_replica)
         self._sum_unless_final(context)
         self.state.home = GradientHome.FINAL_SUM
 
@@ -72,7 +71,6 @@ class GradientSums:
         if not self.state.has_sums[replica]:
             self.state.check_not_lost()
             with DisableTorchFunction():
-                self.state.take_back(replica)
                 self._sum_unless_final(context)
                 self.state.give(context)
 
@@ -95,9 +93,12 @@ class GradientSums:
             yield
 
     def _sum_unless_final(self, context: ReplicaContext) -> None:
-        """Sums the gradients; with several workers not again, since replica 0 of each of them has the final sums."""
-        if self.state.home is GradientHome.FINAL_SUM and not self._owner.workers.is_single:
-            self.state.check_final(context.local_replica)
+        """Sums the gradients; with several workers final sums stay, since replica 0 of each of them has them."""
+        replica = context.local_replica
+        is_final = self.state.home is GradientHome.FINAL_SUM and not self._owner.workers.is_single
+        self.state.take_back(replica, all_but_first=is_final)
+        if is_final:
+            self.state.check_final(replica)
         else:
             self._sum(context)
 
