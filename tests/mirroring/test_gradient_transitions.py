@@ -184,8 +184,9 @@ def test_every_transition(state: str, event: str, cell: str, where: str, layout:
         assert training.counted_passes(step) == float(passes[0])
 
 
+@pytest.mark.parametrize("steps_inside", [True, False])
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_pass_of_one_replica_after_a_read_is_added(replica: int, training: Training):
+def test_a_pass_of_one_replica_after_a_read_is_added(replica: int, steps_inside: bool, training: Training):
     def step(shard: Tensor) -> None:
         context = get_replica_context()
         assert context is not None
@@ -193,9 +194,16 @@ def test_a_pass_of_one_replica_after_a_read_is_added(replica: int, training: Tra
         assert training.mirrored.weight.grad is not None
         if context.local_replica == replica:
             training.mirrored(training.rows).sum().backward()
-        training.optimizer.step()
+        if steps_inside:
+            training.optimizer.step()
 
-    assert training.counted_passes(lambda: training._run(step)) == 2.0
+    def update() -> None:
+        training._run(step)
+        if not steps_inside:
+            assert training.state == "PARTIAL_SUM"
+            training.optimizer.step()
+
+    assert training.counted_passes(update) == 2.0
 
 
 class ByHand(Training):

@@ -1,7 +1,7 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
-before   align: brings what was set outside to all copies    guards: look at each replica's calls
-after    run_end, sum_after_run: changes by replicas are their own, and gradients are summed
+before   align: copies the user's changes to all replicas    guards: look at each replica's calls
+after    run_end: keeps each replica's attributes            sum_after_run: sums the gradients that are left
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        # By code and not by function: a loop that writes its step as a lambda makes another function for each run.
         self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
         self._with_rows: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
         self._num_mirrored = 0  # modules mirrored so far
@@ -81,6 +82,7 @@ class MirroredObjects:
         self._guards: tuple[StepGuard, ...] = ()
         self._guards_are_stale = True
         self._num_guarded = 0  # modules that the guards know; one that is gone makes them stale, too
+        # By module: with an optimizer the program keeps the sums alive, without one its module does.
         self._sums_by_hand: WeakKeyDictionary[MirroredModule, GradientSums] = WeakKeyDictionary()
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -144,6 +146,7 @@ class MirroredObjects:
 
         With several workers they stay each worker's own. Optimizers with parameters in common sum them in their steps.
         """
+        # Between workers a sum is a collective, and a run that leaves gradients on one worker only would wait.
         if not strategy.workers.is_single:
             for sums in self.gradient_sums():
                 sums.state.note_left()
@@ -224,7 +227,7 @@ class MirroredObjects:
             yield from _copies_of(module)
 
     def align(self) -> None:
-        """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
+        """Copies the user's changes since the last run to all replicas, or refuses them."""
         for variable in tuple(self._variables.values()):
             variable.check_unchanged()
         for module in self.modules:
@@ -261,9 +264,9 @@ class MirroredObjects:
 
     @contextmanager
     def run_end(self, replicas: int) -> Iterator[None]:
-        """Around a run: afterwards what replicas have set on their copies is their own.
+        """Ends a run: keeps each replica's attributes; after a failure, removes the gradients that the run added.
 
-        If one of several replicas has failed, the gradients that the run has added are removed.
+        After a failure with several replicas only: the gradients of one replica are those of one device.
         """
         before = {sums.state: sums.state.versions() for sums in self.gradient_sums()} if replicas > 1 else {}
         failed = True

@@ -122,6 +122,7 @@ class BucketExchange(GradientExchange):
         self._pauses: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
+        # The parameters hold the hooks, and outlive an exchange that add_param_group replaces by another one.
         finalize(self, _remove, self._handles)
         self._make_plan()
 
@@ -133,6 +134,7 @@ class BucketExchange(GradientExchange):
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
         outdated = _trained(self._parameters) != self._trained
+        # The flags travel with the totals: one exchange of numbers an update, whatever has to be agreed.
         rows = [(*pair, changed, outdated) for pair in totals]
         total, count, num_changed, num_outdated = self._workers.sum_numbers("optimizer update", rows)
         changed, outdated = bool(num_changed), bool(num_outdated)
@@ -184,7 +186,9 @@ class BucketExchange(GradientExchange):
         self._begin_cycle()
         sums = [(self._parameters[index], total) for bucket in buckets for index, total in bucket.sums()]
         for copies, total in sums:
-            for copy in copies:
+            for (
+                copy
+            ) in copies:  # all: only leaders get sums, and what another replica kept would count in the next step
                 copy.grad = None
             copies[self._leaders[0]].grad = total
         spread([copies for copies, _ in sums], self._leaders)
@@ -214,6 +218,7 @@ class BucketExchange(GradientExchange):
             [parameter.numel() * parameter.element_size() for parameter in firsts],
             [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
             self._bucket_bytes,
+            # Of any worker: one that has frozen a weight still sends its part of the bucket, or the sizes would differ.
             {index for index, trained in enumerate(zip(*flags_of_workers, strict=True)) if any(trained)},
         )
         self._bucket_of = {index: bucket for bucket, members in enumerate(self._plan) for index in members}
@@ -221,6 +226,7 @@ class BucketExchange(GradientExchange):
         _remove(self._handles)
         for index in self._hooked:
             for replica, copy in enumerate(self._parameters[index]):
+                # Not register_hook, which is called with one pass's gradient before it is added to ".grad".
                 hook = EngineHook(self._note_gradient, replica, index)
                 self._handles.append(copy.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._begin_cycle()
@@ -232,10 +238,12 @@ class BucketExchange(GradientExchange):
         with self._lock:
             if self._pauses[replica] > 0:
                 return
-            if (replica, index) in self._arrivals:
+            if (replica, index) in self._arrivals:  # a second pass: ``changed`` tells the next update to send all again
                 return
             self._arrivals.add((replica, index))
             self._missing[bucket] -= 1
+            # One thread at a time: all workers must start their sums in one order, and two replicas that complete two
+            # buckets at once would race.
             if self._starting or not self._next_is_full():
                 return
             self._starting = True
@@ -340,6 +348,7 @@ class _NodeSum:
     def _flat(self, replica: int) -> torch.Tensor:
         home = self._firsts[0]
         numbers = sum(parameter.numel() for parameter in self._firsts)
+        # The counts travel in the same tensor: a second message for them would cost another round trip a bucket.
         flat = torch.empty(numbers + len(self._firsts), dtype=home.dtype, device=home.device)
         flat[numbers:].zero_()
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -376,6 +385,7 @@ class _NodeSum:
 
 
 def _snapshot(parameter: torch.Tensor) -> _Snapshot:
+    # The version counts writes in place, so that no values are compared, for which the host would wait for a GPU.
     gradient = parameter.grad
     return parameter, gradient, _version(gradient)
 

@@ -104,6 +104,7 @@ class LocalExchange(GradientExchange):
         """Adds neighbours in the tree; the value of a node is the replica whose gradients are its sum."""
 
         def add(into: int, other: int) -> int:
+            # A leader keeps its gradients: ``spread`` writes the sums into their memory.
             add_gradients(parameters, into, other, keep=other in self._leaders)
             return into
 
@@ -158,6 +159,7 @@ class PartExchange(GradientExchange):
 
     def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
         self.between_replicas.run(context, indices)
+        # In the first update only: a wrong tensor plan is wrong from the start, and the exchange waits for all ranks.
         if self.whole is not None and not self._compared:
             self._compared = True
             self._compare_whole(self.whole)
@@ -182,6 +184,7 @@ class PartExchange(GradientExchange):
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The same bits on all workers."""
+        # In double precision, added in the order of workers: all get the same bits, and so the same clipping.
         counted = [norms[index].double() for index in sorted(norms) if index in self.counted]
         # One stacked tensor is read, so that the host waits for a GPU once.
         local_square = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
@@ -221,6 +224,8 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive parts of ``flat``, contiguous, in the shapes and memory formats of the parameters."""
     numbers = [parameter.numel() for parameter in parameters]
+    # With the strides of the parameters: else "foreach" and fused kernels on GPUs go tensor by tensor (torch 2.13,
+    # ForeachUtils.h: the fast path needs equal strides).
     parts = flat[: sum(numbers)].split(numbers)  # type: ignore[no-untyped-call]
     return [
         part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
@@ -267,6 +272,7 @@ def spread(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
     first, *followers = leaders
     for copies in parameters if followers else ():
         gradient = copies[first].grad
+        # A program may have set one tensor as ".grad" in several replicas: divided once for each it would be too small.
         written = {id(gradient)}
         for leader in followers:
             target = copies[leader].grad
@@ -297,7 +303,7 @@ def divide(gradients: Sequence[torch.Tensor], divisor: Number) -> None:
         for dtype, group in by_dtype.items():
             foreach_div_(group, divisor.to(group[0].device, dtype, non_blocking=True))
         return
-    if divisor == 1.0:
+    if divisor == 1.0:  # every step of a loop of the user's, which has divided the loss itself
         return
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     for gradient in gradients:

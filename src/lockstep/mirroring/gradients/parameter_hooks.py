@@ -83,6 +83,7 @@ class ParameterHooks:
             for key, hook in [pair for pair in hooks.items() if _is_users(pair[1])]:
                 refuse_divided(weight, hook, self._partition)
                 self._hooked[index] = holders
+                # Under its key, by which the handle that the program has got removes it.
                 if not isinstance(hook, HookAtUpdate):
                     hooks[key] = HookAtUpdate(hook, self._switch)
         return True
@@ -130,6 +131,7 @@ def _call_post_hooks(holder: nn.Parameter, weight: nn.Parameter) -> bool:
     """Calls a holder's hooks for accumulated gradients, with the weight's as its own; whether there are any."""
     hooks = [_unwrapped(hook) for hook in _users(_post_hooks(holder))]
     for hook in hooks:
+        # The source in a part has no ".grad" of its own outside the backward pass: it borrows the weight's.
         if holder is not weight:
             holder.grad = weight.grad
         hook(holder)

@@ -77,6 +77,7 @@ class GradientState:
         # By replica, the numbers of the parameters whose ".grad" is a sum that it was given, and not its own.
         self._sums: list[set[int]] = [set() for _ in range(replicas)]
         self._is_hooked = False
+        # Blocks and not a counter: replicas enter and leave theirs at the same time, and += is no single operation.
         self._unsynced: set[object] = set()
         self._was_unsynced = False
         self._versions_after_run: Versions | None = None
@@ -114,6 +115,7 @@ class GradientState:
 
     def versions(self) -> Versions | None:
         """Versions that differ after a run that has changed gradients; None if there are no gradients."""
+        # The last replica has no sums: without a gradient there nobody has had a pass. This is asked before every run.
         has_no_sum = self.home in (GradientHome.REPLICAS, GradientHome.LOST)
         if has_no_sum and all(copies[-1].grad is None for copies in self._parameters):
             return None
@@ -156,6 +158,7 @@ class GradientState:
 
     def run_failed(self, before: Versions | None) -> None:
         """After a failed run: clears the gradients that replicas have added since ``versions`` was ``before``."""
+        # It stays lost where the run failed because it was lost, or before its step: the program may go on after both.
         is_lost = self.home is GradientHome.LOST
         if before is None or self.versions() != before:
             self.clear(None)
@@ -164,6 +167,7 @@ class GradientState:
     def give(self, context: ReplicaContext) -> None:
         """Gives each replica its own copy of the sums, which the first has. Every replica must call it."""
         replica = context.local_replica
+        # Hooks only from here on: most programs read no gradients, and a hook is called for each of them in each pass.
         if not self._is_hooked:
             context.meet("watch of the gradients", None, lambda _: self._hook())
         if replica:
@@ -171,10 +175,12 @@ class GradientState:
                 total = copies[0].grad
                 copies[replica].grad = None if total is None else total.to(copies[replica].device, copy=True)
         context.meet("sums of gradients", None, lambda _: None)  # the first replica may change its own from here on
+        # A program for torch's DDP may add them up itself by all_reduce, N times too much; it is told of it.
         if context.num_replicas_in_sync > 1:
             for copies in self._parameters:
                 if (gradient := copies[replica].grad) is not None:
                     mark_summed(gradient)
+        # The chief's first replica keeps the sums as its own: what is added up once, of all workers, starts with them.
         if replica or not self._keeps_sums:
             self._sums[replica] = {at for at, copies in enumerate(self._parameters) if copies[replica].grad is not None}
         self.has_sums[replica] = True
@@ -204,6 +210,7 @@ class GradientState:
         if any(former.has_sums):
             for replica in range(len(former.has_sums)):
                 former.take_back(replica)
+            # With fresh hooks nobody would know the copies for sums: the next step added all of them, N times the sum.
             home = max(home, GradientHome.PARTIAL_SUM)
         self.home = max(self.home, home)
         self.sums_after_runs = former.sums_after_runs

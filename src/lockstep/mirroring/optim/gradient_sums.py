@@ -86,6 +86,7 @@ class GradientSums:
     def sending_paused(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
         """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
         ids = {id(copies[0]) for copies in self.parameters}
+        # Other modules still send theirs in the block.
         if not any(id(parameter) in ids for parameter in module.parameters()):
             yield
             return
@@ -105,6 +106,7 @@ class GradientSums:
     def _sum(self, context: ReplicaContext) -> None:
         """Leaves the sums in replica 0's copies, on every worker. Every replica must call it."""
         observer, replica = current_observer(), context.local_replica
+        # A read of ".grad" in a replica asks for these sums: the step guard would wait for them in here.
         with DisableTorchFunction():
             if observer is not None:
                 parameters = [copies[replica] for copies in self.parameters]

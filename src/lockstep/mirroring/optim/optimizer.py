@@ -84,7 +84,7 @@ class MirroredOptimizer(Optimizer):
         """The times of the last update, one item for each replica; None if it was skipped."""
         return self._update.times
 
-    @not_compiled
+    @not_compiled  # dynamo cannot follow the wait for other threads: test_a_step_may_call_a_compiled_update
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
@@ -104,6 +104,8 @@ class MirroredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # The sums are not added up again where all have them: among workers that is an exchange, and in bfloat16 (with
+        # compression) rounds once more.
         has_sums = gradients.all_have_sums(context)
         gradients.take_back(context.local_replica, all_but_first=has_sums)
         if has_sums or gradients.home is GradientHome.FINAL_SUM:
@@ -228,11 +230,11 @@ class MirroredOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
-        self.storages.join()
+        self.storages.join()  # shards are cut anew, of the new parameters too
         self.plain.add_param_group(param_group)
         try:
             self._prepare()
-        except UsageError:
+        except UsageError:  # the program may go on with the groups that it had
             del self.plain.param_groups[-1]
             self._prepare()
             raise
@@ -338,4 +340,5 @@ def _unless_same(source: nn.Parameter, parameter: nn.Parameter) -> tuple[nn.Para
 
 def _asked_by(module: str) -> bool:
     """Whether the calling function was called from a module of this name."""
+    # A GradScaler gives no sign but that it reads the groups of what it unscales (torch 2.13, _unscale_grads_).
     return bool(sys._getframe(2).f_globals.get("__name__") == module)
