@@ -186,9 +186,8 @@ class BucketExchange(GradientExchange):
         self._begin_cycle()
         sums = [(self._parameters[index], total) for bucket in buckets for index, total in bucket.sums()]
         for copies, total in sums:
-            for (
-                copy
-            ) in copies:  # all: only leaders get sums, and what another replica kept would count in the next step
+            # Of all replicas, though only leaders get sums: what another one kept would count in the next step.
+            for copy in copies:
                 copy.grad = None
             copies[self._leaders[0]].grad = total
         spread([copies for copies, _ in sums], self._leaders)

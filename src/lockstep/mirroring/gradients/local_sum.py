@@ -6,7 +6,7 @@
 Each replica of a storage group sums a slice of the parameters. The sum is the leader's ``.grad``; the other members'
 gradients become None. ``PartExchange`` is for workers that hold parts of a model: losses are summed over all workers,
 gradients over those that hold the same part.
-``buckets`` sums between workers.
+``bucketed_all_reduce`` sums between workers.
 """
 
 from __future__ import annotations
