@@ -184,6 +184,12 @@ def test_every_transition(state: str, event: str, cell: str, where: str, layout:
         assert training.counted_passes(step) == float(passes[0])
 
 
+@pytest.mark.parametrize("state", ["REPLICAS", "PARTIAL_SUM", "FINAL_SUM", "SHOWN"])
+def test_an_update_of_fit_counts_each_gradient_once(state: str, training: Training):
+    training.bring_to(state)
+    assert training.counted_passes(training.update) == 1 / 2  # divided by the counts of both replicas
+
+
 @pytest.mark.parametrize("steps_inside", [True, False])
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_pass_of_one_replica_after_a_read_is_added(replica: int, steps_inside: bool, training: Training):
