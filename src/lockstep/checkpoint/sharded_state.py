@@ -191,7 +191,9 @@ class ShardedOptimizerAdapter(StateAdapter):
     def load(self, entry: SavedState) -> None:
         reader, values = self._open(entry), by_name(entry.shared)
         shards: dict[str, TensorShard] = {}
-        states = [self._blank(held_state, values, reader, shards) for held_state in self._optimizer.storages.state_parts()]
+        states = [
+            self._blank(held_state, values, reader, shards) for held_state in self._optimizer.storages.state_parts()
+        ]
         reader.read(shards)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
