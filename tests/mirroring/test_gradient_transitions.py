@@ -235,6 +235,9 @@ def test_an_optimizer_goes_on_with_the_gradients_of_an_update_by_hand(
     training.mirror_optimizer()
     assert training.state == state
     assert training.counted_passes(training.step) == 1.0
+    training.optimizer.zero_grad()
+    training.run_with_pass()
+    assert training.state == "PARTIAL_SUM"
 
     training = ByHand(training.strategy)
     for event in events:

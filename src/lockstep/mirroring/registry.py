@@ -196,8 +196,8 @@ class MirroredObjects:
             if any(copy is parameter for duplicate in module.copies for copy in duplicate.parameters())
         )
         former = self._sums_by_hand.get(module)
-        others = [sums for sums in self.gradient_sums() if sums is not former]
-        ids = {id(copies[0]) for sums in others for copies in sums.parameters}
+        other_sums = [sums for sums in self.gradient_sums() if sums is not former]
+        ids = {id(copies[0]) for sums in other_sums for copies in sums.parameters}
         parameters = [copies for copies in _copies_of(module) if id(copies[0]) not in ids]
         lines = (f"{len(parameters)} parameters",)
         check_agreement(strategy.workers, "the gradients without an optimizer", lines)
