@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.collectives.tree import Node
-from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks, _Bucket
-from lockstep.mirroring.gradients.exchange import Copies
+from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks, _Bucket
+from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.mirroring.partition import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.mirroring.gradients.buckets import FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, plan_buckets
+from lockstep.mirroring.gradients.bucketed_all_reduce import FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, plan_buckets
 
 MB = 2**20
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.mirroring.gradients.buckets import BucketExchange
+from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange
 
 pytestmark = pytest.mark.workers
 
@@ -165,6 +165,26 @@ def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+def train_summed_again(strategy: ls.Strategy) -> dict[str, Tensor]:
+    """Sums that are final, read and clipped, and asked for again."""
+    module = net()
+    replicated = strategy.mirror(module)
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
+        optimizer.sum_gradients()
+        torch.nn.utils.clip_grad_norm_(replicated.parameters(), 0.1)
+        optimizer.sum_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in strategy.distribute_dataset(batches()):
+        strategy.run(step, (batch,))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 ANNOUNCED: dict[str, set[int]] = {
     "inside": {0, 1, 2, 3},
     "outside": {0, 1, 2, 3},
@@ -218,6 +238,7 @@ def run_job() -> dict[str, Any]:
     results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
     results["frozen"] = train_frozen(strategy)
     results["clipped between"] = train_clipped_between(strategy)
+    results["summed again"] = train_summed_again(strategy)
     for name in ANNOUNCED:
         with kept_warnings() as messages:
             results[name] = (*train_in_passes(strategy, name), messages)
@@ -312,3 +333,15 @@ def test_a_look_at_the_gradients_between_passes_is_one_device_s(results: dict[st
         optimizer.step()
 
     torch.testing.assert_close(results["clipped between"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_final_sums_that_are_asked_for_again_are_one_device_s(results: dict[str, Any]):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+
+    torch.testing.assert_close(results["summed again"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)

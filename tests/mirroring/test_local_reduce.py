@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.mirroring.gradients.exchange import add_gradients, spread
+from lockstep.mirroring.gradients.local_sum import add_gradients, spread
 
 
 def copies_with(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -56,3 +56,14 @@ def test_every_leader_gets_a_copy_of_its_own():
     assert second.grad is not None
     assert torch.equal(first.grad, second.grad)
     assert first.grad.data_ptr() != second.grad.data_ptr()
+
+
+def test_leaders_whose_gradients_are_one_tensor_get_one_each():
+    gradient = torch.zeros(4, 2)
+    first, second, third = copies_with(torch.ones(4, 2), gradient, gradient)
+    spread([[first, second, third]], (0, 1, 2))
+
+    assert second.grad is not None
+    assert third.grad is not None
+    assert torch.equal(second.grad, third.grad)
+    assert second.grad.data_ptr() != third.grad.data_ptr()

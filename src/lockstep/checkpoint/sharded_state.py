@@ -30,7 +30,7 @@ from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.mirroring.optim.kernels import HeldState
+from lockstep.mirroring.optim.kernels import StatePart
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.parallel.regions import Region
 from lockstep.parallel.sharded_module import ShardedModule
@@ -157,7 +157,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         """
         shards: dict[str, TensorShard] = {}
         values: dict[str, dict[str, Any]] = {}
-        for held_state in self._optimizer.storages.held():
+        for held_state in self._optimizer.storages.state_parts():
             name = self._names[id(held_state.parameter)]
             for slot, value in held_state.values.items():
                 plain: Any = value
@@ -191,7 +191,9 @@ class ShardedOptimizerAdapter(StateAdapter):
     def load(self, entry: SavedState) -> None:
         reader, values = self._open(entry), by_name(entry.shared)
         shards: dict[str, TensorShard] = {}
-        states = [self._blank(held_state, values, reader, shards) for held_state in self._optimizer.storages.held()]
+        states = [
+            self._blank(held_state, values, reader, shards) for held_state in self._optimizer.storages.state_parts()
+        ]
         reader.read(shards)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
@@ -199,15 +201,15 @@ class ShardedOptimizerAdapter(StateAdapter):
         )
         for group, saved_group in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved_group.items() if name != "params"})
-        self._optimizer.storages.take_held(states)
+        self._optimizer.storages.set_state_parts(states)
 
     def _blank(
         self,
-        held_state: HeldState,
+        held_state: StatePart,
         values: Mapping[str, Mapping[str, Any]],
         reader: TensorReader,
         shards: dict[str, TensorShard],
-    ) -> HeldState:
+    ) -> StatePart:
         """The state to keep for one parameter, with empty tensors, which are added to ``shards``."""
         region = self._regions[id(held_state.parameter)]
         slots = dict(values.get(self._names[id(held_state.parameter)], {}))
@@ -221,7 +223,7 @@ class ShardedOptimizerAdapter(StateAdapter):
                 shards[value.key] = TensorShard(
                     slots[slot], region if divided else None, start=held_state.start if divided else 0
                 )
-        return HeldState(parameter=held_state.parameter, start=held_state.start, part=held_state.part, values=slots)
+        return StatePart(parameter=held_state.parameter, start=held_state.start, part=held_state.part, values=slots)
 
 
 def sharded_module_of(module: MirroredModule) -> ShardedModule:

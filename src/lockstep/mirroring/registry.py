@@ -1,7 +1,7 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
-before   align: brings what was set outside to all copies    guards: look at each replica's calls
-after    settled, sum_after_run: changes by replicas are their own, and gradients are summed
+before   align: copies the user's changes to all replicas    guards: look at each replica's calls
+after    run_end: keeps each replica's attributes            sum_after_run: sums the gradients that are left
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.gradients.local_sum import Copies, MakeExchange, Settings
 from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.copy_follower import CopyFollower
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
+from lockstep.mirroring.optim.gradient_sums import GradientSums
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings, watch_plain_steps
-from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
@@ -68,17 +70,20 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
+        # By code and not by function: a loop that writes its step as a lambda makes another function for each run.
         self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
         self._with_rows: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
-        self._made = 0  # modules mirrored so far
+        self._num_mirrored = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
-        self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
-        self._warned_of_own = False
+        self._without_sums_cache: list[tuple[nn.Parameter, ...]] | None = None
+        self._has_warned = False
         self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
-        self._guarded = -1
-        self._adopted: list[MirroredOptimizer] = []
+        self._guards_are_stale = True
+        self._num_guarded = 0  # modules that the guards know; one that is gone makes them stale, too
+        # By module: with an optimizer the program keeps the sums alive, without one its module does.
+        self._sums_by_hand: WeakKeyDictionary[MirroredModule, GradientSums] = WeakKeyDictionary()
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
 
@@ -89,8 +94,8 @@ class MirroredObjects:
 
     def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
-        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
-        return self._metrics.setdefault(id(metric), found)
+        mirrored = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
+        return self._metrics.setdefault(id(metric), mirrored)
 
     def mirror_module(
         self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
@@ -107,10 +112,10 @@ class MirroredObjects:
             watch_plain_steps()
             self.follow()
             mirrored = mirror_module(strategy, module, self._partition, self._followers, sync_batchnorm, memory_format)
-            mirrored.optimizers = self.optimizers
-            self._made += 1
+            mirrored.gradient_sums = self.gradient_sums
+            self._num_mirrored += 1
             self._modules[id(mirrored.module)] = mirrored
-            self._guarded = -1
+            self._guards_are_stale = True
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
             raise UsageError(
                 "this module is mirrored already, and keeps the settings that it was mirrored with; "
@@ -128,18 +133,10 @@ class MirroredObjects:
     def mirror_optimizer(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
         self._partition.check(optimizer)
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
-        groups = storage_groups(strategy.devices)
-        mirrored = MirroredOptimizer(
-            strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange, self._partition
-        )
+        make_sums = partial(self._make_sums, strategy)
+        mirrored = MirroredOptimizer(strategy, optimizer, self._copies_by_parameter, make_sums, self._partition)
         _check_memory(strategy.devices, mirrored.parameters)
-        own = {id(copies[0]) for copies in mirrored.parameters}
-        for former in self._adopted[:]:
-            if any(id(copies[0]) in own for copies in former.parameters):
-                self._adopted.remove(former)
-                self.optimizers.discard(former)
         self.optimizers.add(mirrored)
-        self._guarded = -1
         return mirrored
 
     def sum_after_run(self, strategy: Strategy) -> None:
@@ -147,34 +144,34 @@ class MirroredObjects:
 
         With several workers they stay each worker's own. Optimizers with parameters in common sum them in their steps.
         """
+        # Between workers a sum is a collective, and a run that leaves gradients on one worker only would wait.
         if not strategy.workers.is_single:
-            for optimizer in self.optimizers:
-                optimizer.gradients.note_left()
-            self._warn_of_own_gradients()
+            for sums in self.gradient_sums():
+                sums.state.note_left()
+            self._warn_of_local_gradients()
             return
         if len(strategy.devices) == 1:
             return
-        for copies in self._without_optimizer():
+        for copies in self._without_sums():
             if any(copy.grad is not None for copy in copies[1:]):
-                self.adopt(strategy, copies[0])
-                break
-        for optimizer in tuple(self.optimizers):
-            if not any(id(copies[0]) in self._stepped_twice for copies in optimizer.parameters):
-                optimizer.sum_after_run()
+                self.sum_by_hand(strategy, copies[0])
+        for sums in self.gradient_sums():
+            if not any(id(copies[0]) in self._stepped_twice for copies in sums.parameters):
+                sums.sum_after_run()
 
-    def _without_optimizer(self) -> list[tuple[nn.Parameter, ...]]:
-        """The copies of each parameter that belongs to no mirrored optimizer."""
-        if self._without_optimizer_cache is None:
-            stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
-            self._without_optimizer_cache = [each for each in self._parameters() if id(each[0]) not in stepped]
-            self._stepped_twice = {each for each, times in stepped.items() if times > 1}
-        return self._without_optimizer_cache
+    def _without_sums(self) -> list[tuple[nn.Parameter, ...]]:
+        """The copies of each parameter whose gradients nothing sums."""
+        if self._without_sums_cache is None:
+            times = Counter(id(copies[0]) for sums in self.gradient_sums() for copies in sums.parameters)
+            self._without_sums_cache = [copies for copies in self._parameters() if id(copies[0]) not in times]
+            self._stepped_twice = {number for number, count in times.items() if count > 1}
+        return self._without_sums_cache
 
-    def _warn_of_own_gradients(self) -> None:
+    def _warn_of_local_gradients(self) -> None:
         """Warns once, with several workers, of a run that leaves gradients of parameters without an optimizer."""
-        if self._warned_of_own or not any(copies[0].grad is not None for copies in self._without_optimizer()):
+        if self._has_warned or not any(copies[0].grad is not None for copies in self._without_sums()):
             return
-        self._warned_of_own = True
+        self._has_warned = True
         warnings.warn(
             "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; "
             "read .grad in the step, or mirror an optimizer over them and call its sum_gradients() on every worker; "
@@ -182,44 +179,71 @@ class MirroredObjects:
             stacklevel=4,
         )
 
-    def adopt(self, strategy: Strategy, parameter: nn.Parameter) -> None:
-        """Makes an optimizer that only sums gradients, for the module of a parameter that a step updates by hand."""
-        stepped = {id(each) for optimizer in self.optimizers for copies in optimizer.parameters for each in copies}
-        for module in self.modules:
-            own = [each for each in module.module.parameters() if id(each) not in stepped]
-            if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
-                self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
+    def gradient_sums(self) -> list[GradientSums]:
+        """The sums of the optimizers' gradients, and of those that a program reads without an optimizer."""
+        return [*(optimizer.gradient_sums for optimizer in self.optimizers), *self._sums_by_hand.values()]
+
+    def sum_by_hand(self, strategy: Strategy, parameter: nn.Parameter) -> None:
+        """Has the gradients of a parameter that no optimizer holds summed from now on, with those of its module.
+
+        Every worker must call it, between runs or while its replicas wait.
+        """
+        module = next(
+            module
+            for module in self.modules
+            if any(copy is parameter for duplicate in module.copies for copy in duplicate.parameters())
+        )
+        former = self._sums_by_hand.get(module)
+        other_sums = [sums for sums in self.gradient_sums() if sums is not former]
+        ids = {id(copies[0]) for sums in other_sums for copies in sums.parameters}
+        parameters = [copies for copies in _copies_of(module) if id(copies[0]) not in ids]
+        lines = (f"{len(parameters)} parameters",)
+        check_agreement(strategy.workers, "the gradients without an optimizer", lines)
+        self._sums_by_hand[module] = self._make_sums(strategy, parameters, lambda: lines)
+
+    def _make_sums(self, strategy: Strategy, parameters: Sequence[Copies], settings: Settings) -> GradientSums:
+        """Makes the sums of some parameters' gradients, in place of those by hand."""
+        groups = storage_groups(strategy.devices)
+        sums = GradientSums(strategy, parameters, groups, self._make_exchange(parameters, groups), settings)
+        ids = {id(copies[0]) for copies in parameters}
+        for module, former in tuple(self._sums_by_hand.items()):
+            if any(id(copies[0]) in ids for copies in former.parameters):
+                sums.state.continue_from(former.state)
+                del self._sums_by_hand[module]
+        self._without_sums_cache, self._guards_are_stale = None, True
+        return sums
 
     def add_variable(self, variable: MirroredVariable) -> None:
         self._variables[id(variable)] = variable
 
     def parameters(self) -> set[int]:
         """The ids of all parameters of all copies of the modules."""
-        return {id(each) for copies in self._parameters() for each in copies}
+        return {id(copy) for copies in self._parameters() for copy in copies}
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, ...]]:
         for module in self.modules:
-            yield from zip(*(duplicate.parameters() for duplicate in module.copies), strict=True)
+            yield from _copies_of(module)
 
     def align(self) -> None:
-        """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
+        """Copies the user's changes since the last run to all replicas, or refuses them."""
         for variable in tuple(self._variables.values()):
             variable.check_unchanged()
         for module in self.modules:
             if module.align():
-                self._guarded = -1
+                self._guards_are_stale = True
             if module.has_others:
                 self._take_hooks(module)
+        for sums in self.gradient_sums():
+            sums.state.check_left()
         for optimizer in self.optimizers:
-            optimizer.gradients.check_left()
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
 
     def _take_hooks(self, module: MirroredModule) -> None:
         """Has updates call the hooks on parameters that several replicas train, or refuses them in a user's loop."""
         weights = module.copy_follower.weights
         for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
-            weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
-            if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
+            weight = next((copy for copy in weights if holder is self._partition.source_of(copy)), holder)
+            if not any(optimizer.hooks.at_updates and optimizer.hooks.take(weight) for optimizer in self.optimizers):
                 refuse_hook(holder, hook, is_part=module.is_part)
 
     @contextmanager
@@ -234,15 +258,15 @@ class MirroredObjects:
         """Between runs: brings new submodules, weights and buffers to all copies."""
         for module in self.modules:
             if module.copy_follower.bring_changes():
-                self._guarded = -1
+                self._guards_are_stale = True
 
     @contextmanager
-    def settled(self, replicas: int) -> Iterator[None]:
-        """Around a run: afterwards what replicas have set on their copies is their own.
+    def run_end(self, replicas: int) -> Iterator[None]:
+        """Ends a run: keeps each replica's attributes; after a failure, removes the gradients that the run added.
 
-        If one of several replicas has failed, the gradients that the run has added are removed.
+        After a failure with several replicas only: the gradients of one replica are those of one device.
         """
-        before = [(each.gradients, each.gradients.marks()) for each in self.optimizers] if replicas > 1 else []
+        before = {sums.state: sums.state.versions() for sums in self.gradient_sums()} if replicas > 1 else {}
         failed = True
         try:
             yield
@@ -251,17 +275,17 @@ class MirroredObjects:
             with ExitStack() as stack:
                 for module in self.modules:
                     stack.callback(module.copy_follower.after_run, failed=failed)
-                for gradients, marks in before if failed else ():
-                    stack.callback(gradients.run_failed, marks)
+                for sums in self.gradient_sums() if failed and replicas > 1 else ():
+                    stack.callback(sums.state.run_failed, before.get(sums.state))
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """The guards of the local replicas in the next run. Called after ``align``."""
         self._claims.clear(one_replica=replicas == 1)
-        if self._guarded != len(self._modules):
-            self._without_optimizer_cache = None
+        if self._guards_are_stale or len(self._modules) != self._num_guarded:
+            self._without_sums_cache = None
             ownership, gradients = Ownership(self.modules), StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
-            self._guarded = len(self._modules)
+            self._guards_are_stale, self._num_guarded = False, len(self._modules)
         return self._guards
 
     def count_run(self, fn: Callable[..., Any], *, has_rows: bool) -> RunCount:
@@ -270,11 +294,11 @@ class MirroredObjects:
         The counts are 0 where modules are compiled: watches use hooks, which torch.compile would compile too.
         """
         if any(module.is_compiled for module in self.modules):
-            return RunCount(self._made)
+            return RunCount(self._num_mirrored)
         key = _step_of(fn)
         count = self._counts.get(key)
-        if count is None or count.modules != self._made:
-            count = self._counts[key] = RunCount(self._made)
+        if count is None or count.modules != self._num_mirrored:
+            count = self._counts[key] = RunCount(self._num_mirrored)
         count.runs += 1
         count.with_rows += has_rows
         return count
@@ -296,7 +320,7 @@ class MirroredObjects:
     def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
         """Whether rows have been followed through ``fn`` since the last module was mirrored."""
         count = self._counts.get(_step_of(fn))
-        return count is not None and count.modules == self._made and count.with_rows > 0
+        return count is not None and count.modules == self._num_mirrored and count.with_rows > 0
 
     def _followers(self) -> list[CopyFollower]:
         return [module.copy_follower for module in self.modules]
@@ -306,39 +330,44 @@ class MirroredObjects:
         return {id(copies[0]): copies for copies in self._parameters()}
 
 
+def _copies_of(module: MirroredModule) -> Iterator[tuple[nn.Parameter, ...]]:
+    """For each parameter of a module its copies."""
+    yield from zip(*(duplicate.parameters() for duplicate in module.copies), strict=True)
+
+
 class StepGradients:
     """Called when a step reads or assigns the ".grad" of its weights, before the optimizer's step."""
 
     def __init__(self, objects: MirroredObjects) -> None:
         self._objects = ref(objects)
-        self._optimizers: dict[int, ref[MirroredOptimizer]] = {}
+        self._sums: dict[int, ref[GradientSums]] = {}
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
-        """Gives the replica the sums of all gradients of the parameter's optimizer."""
+        """Gives the replica the sums of the parameter's gradients, and of all that are summed with them."""
         objects = self._objects()
         if objects is not None and self._of(parameter) is None:
-            adopt = partial(objects.adopt, context.strategy)
-            context.meet("sums of gradients without an optimizer", parameter, lambda parameters: adopt(parameters[0]))
-        optimizer = self._of(parameter)
-        if optimizer is not None:
-            optimizer.give_sums(context)
+            make = partial(objects.sum_by_hand, context.strategy)
+            context.meet("sums of gradients without an optimizer", parameter, lambda parameters: make(parameters[0]))
+        sums = self._of(parameter)
+        if sums is not None:
+            sums.give(context)
 
     def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
         """A replica is about to assign the ".grad" of one of its weights."""
-        optimizer = self._of(parameter)
-        if optimizer is not None:
-            optimizer.gradients.assigned(context, parameter, value)
+        sums = self._of(parameter)
+        if sums is not None:
+            sums.state.assigned(context, parameter, value)
 
-    def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
-        known = self._optimizers.get(id(parameter))
-        found, objects = None if known is None else known(), self._objects()
-        if found is not None or objects is None:
-            return found
-        for optimizer in tuple(objects.optimizers):
-            ids = {id(each) for copies in optimizer.parameters for each in copies}
+    def _of(self, parameter: nn.Parameter) -> GradientSums | None:
+        reference, objects = self._sums.get(id(parameter)), self._objects()
+        sums = None if reference is None else reference()
+        if sums is not None or objects is None:
+            return sums
+        for candidate in objects.gradient_sums():
+            ids = {id(copy) for copies in candidate.parameters for copy in copies}
             if id(parameter) in ids:
-                self._optimizers |= dict.fromkeys(ids, ref(optimizer))
-                return optimizer
+                self._sums |= dict.fromkeys(ids, ref(candidate))
+                return candidate
         return None
 
 
@@ -348,9 +377,10 @@ def _check_memory(devices: Sequence[LogicalDevice], parameters: Sequence[Sequenc
     The system would end the process with SIGKILL, and say nothing.
     """
     replicas = sum(device.kind == "CPU" for device in devices)
-    each_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
-    if replicas > 1 and replicas * each_mb > (free_mb := available_mb()):
+    replica_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
+    if replicas > 1 and replicas * replica_mb > (free_mb := available_mb()):
         raise ConfigError(
-            f"{replicas} replicas of this process hold gradients of {each_mb:.0f} MB each, {replicas * each_mb:.0f} MB "
-            f"in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or more hosts"
+            f"{replicas} replicas of this process hold gradients of {replica_mb:.0f} MB each, "
+            f"{replicas * replica_mb:.0f} MB in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or "
+            "more hosts"
         )

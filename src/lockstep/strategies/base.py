@@ -40,10 +40,10 @@ from lockstep.data.sharding import shard_sizes
 from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
-from lockstep.mirroring.gradients.exchange import EvaluatorExchange, LocalExchange
+from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
-from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy, WholeModels
 from lockstep.mirroring.registry import MirroredObjects, RunCount
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
@@ -271,8 +271,8 @@ class Strategy(ABC):
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
         # What looks at a run is chosen before the run; in most runs nothing does, and the bodies are the user's own.
         bodies, first, check = self._with_checks(fn, bodies, rows, (args, kwargs) if distributed else None)
-        settled = self._mirrored.settled(len(self.devices))
-        with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
+        run_end = self._mirrored.run_end(len(self.devices))
+        with OwnFramesHidden(), Scope(self), first, check, run_end, ExitStack() as around:
             for surround in self._surrounds:
                 in_replica = around.enter_context(surround(self, fn, rows))
                 bodies = [partial(_run_within, in_replica, body) for body in bodies]

@@ -30,8 +30,8 @@ from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.config import LogicalDevice, default_devices, list_logical_devices, list_physical_devices
 from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
-from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
+from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks
+from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.conditions import Conditions, conditions_of, joined
 from lockstep.replicas.runner import ReplicaRunner

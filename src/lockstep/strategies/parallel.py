@@ -30,7 +30,7 @@ from lockstep.collectives.communicator import (
 )
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
+from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.gradients.parameter_hooks import call_in_backward, divided_error, hooked
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE

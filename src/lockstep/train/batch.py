@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError, UsageError
-from lockstep.mirroring.gradients.exchange import Number
+from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.watch.rows import rows_not_followed
 

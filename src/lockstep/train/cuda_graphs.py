@@ -112,7 +112,10 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(parameter.grad is not None for copy in setup.module.copies for parameter in copy.parameters()):
             raise NotCapturableError("gradients are left after the update, of parameters the optimizer does not hold")
         states = [
-            value for plain in optimizer.storages.every for state in plain.state.values() for value in state.values()
+            value
+            for plain in optimizer.storages.optimizers
+            for state in plain.state.values()
+            for value in state.values()
         ]
         # Held, so that no new tensor gets the address of one that is gone, and graphs read no freed memory.
         self._live_tensors = [*weights, *module.buffers(), *(value for value in states if isinstance(value, Tensor))]

@@ -15,7 +15,7 @@ from lockstep.checks import check_number
 from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.gradients.exchange import Number
+from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.mirroring.gradients.parameter_hooks import warn_of_backward_hooks
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars

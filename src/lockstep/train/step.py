@@ -20,7 +20,7 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.mirroring.gradients.exchange import Number
+from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded

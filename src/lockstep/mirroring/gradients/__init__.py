@@ -1,6 +1,6 @@
-"""The sum of gradients over all replicas. Begin with ``exchange``.
+"""The sum of gradients over all replicas. Begin with ``local_sum``.
 
-``exchange`` sums within one process and between workers that hold parts of a model, ``buckets`` between workers during
-the backward pass. ``state`` knows where the gradients are and shows the sums to a step that reads ``.grad``; it has the
-hooks by which both are told of gradients.
+``local_sum`` sums within one process and between workers that hold parts of a model, ``bucketed_all_reduce`` between
+workers during the backward pass. ``state`` says where the gradients are, as a table of states and transitions, and
+gives the sums to a step that reads ``.grad``. ``parameter_hooks`` calls the user's hooks on parameters.
 """

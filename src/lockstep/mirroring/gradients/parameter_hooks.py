@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies, spread
+from lockstep.mirroring.gradients.local_sum import Copies, spread
 from lockstep.mirroring.partition import PartitionPolicy
 
 
@@ -83,6 +83,7 @@ class ParameterHooks:
             for key, hook in [pair for pair in hooks.items() if _is_users(pair[1])]:
                 refuse_divided(weight, hook, self._partition)
                 self._hooked[index] = holders
+                # Under its key, by which the handle that the program has got removes it.
                 if not isinstance(hook, HookAtUpdate):
                     hooks[key] = HookAtUpdate(hook, self._switch)
         return True
@@ -90,7 +91,7 @@ class ParameterHooks:
     @torch.no_grad()
     def call(self, leaders: Sequence[int]) -> None:
         """Calls them with the first leader's gradients, the sums; all leaders get the results. Called once."""
-        first, *others = leaders
+        first, *followers = leaders
         for index, holders in self._hooked.items():
             weight = self._parameters[index][first]
             if weight.grad is None:
@@ -98,7 +99,7 @@ class ParameterHooks:
             hooks = [_unwrapped(hook) for holder in holders for hook in _users(holder._backward_hooks)]
             weight.grad = _through(hooks, weight.grad)
             called = [_call_post_hooks(holder, weight) for holder in holders]
-            for leader in others if any(called) else ():  # such a hook may be an optimizer of its own
+            for leader in followers if any(called) else ():  # such a hook may be an optimizer of its own
                 self._parameters[index][leader].copy_(weight)
         spread([self._parameters[index] for index in self._hooked], leaders)
 
@@ -130,6 +131,7 @@ def _call_post_hooks(holder: nn.Parameter, weight: nn.Parameter) -> bool:
     """Calls a holder's hooks for accumulated gradients, with the weight's as its own; whether there are any."""
     hooks = [_unwrapped(hook) for hook in _users(_post_hooks(holder))]
     for hook in hooks:
+        # The source in a part has no ".grad" of its own outside the backward pass: it borrows the weight's.
         if holder is not weight:
             holder.grad = weight.grad
         hook(holder)
@@ -191,8 +193,8 @@ def warn_of_backward_hooks(module: nn.Module) -> None:
 
 
 def _post_hooks(parameter: nn.Parameter) -> dict[int, Any] | None:
-    found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return found
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return hooks
 
 
 def _users(hooks: dict[int, Any] | None) -> list[Any]:

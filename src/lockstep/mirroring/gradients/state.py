@@ -1,11 +1,26 @@
-"""Where the gradients of one optimizer are: each replica's own, summed, given to a step, or lost.
+"""Where the gradients of some parameters are, those of one optimizer or of parameters without one: a state machine.
 
-    OWN --sum_gradients()-> SUMMED --step()-> OWN        backward -> .grad is read in the step -> [barrier: sum]
-     |--end of a run------> KEPT   --step()-> OWN        -> every replica is given the sum, in memory of its own
-     `--failed run--------> LOST   --zero_grad()-> OWN   -> clipped or logged -> step() uses replica 0's
+    NONE         no gradients                                  FINAL_SUM  the same, and the next step adds nothing
+    REPLICAS     each replica has its own                      SHOWN      each replica has the sum: its step read it
+    PARTIAL_SUM  replica 0 has the sum of what earlier runs    LOST       a failed run has spoiled the sum of several
+                 left, the replicas what came since                       runs; all but zero_grad() is refused
 
-A backward pass after such a read adds to replica 0's sums, and in the other replicas to nothing, so that every gradient
-counts once.
+                     NONE         REPLICAS     PARTIAL_SUM  FINAL_SUM    SHOWN        LOST
+    pass in no_sync  REPLICAS     REPLICAS     PARTIAL_SUM  FINAL_SUM*   REPLICAS     LOST
+    run with a pass  PARTIAL_SUM  PARTIAL_SUM  PARTIAL_SUM  FINAL_SUM*   PARTIAL_SUM  LOST
+    run that fails   NONE         LOST         LOST         LOST         LOST         LOST
+    run without one  NONE         PARTIAL_SUM  PARTIAL_SUM  FINAL_SUM    SHOWN        LOST
+    read in a step   SHOWN        SHOWN        SHOWN        SHOWN        SHOWN        refused
+    sum_gradients    FINAL_SUM    FINAL_SUM    FINAL_SUM    FINAL_SUM    FINAL_SUM    refused
+    step             NONE         REPLICAS     REPLICAS     REPLICAS     REPLICAS     refused
+    update (fit)     NONE         NONE         NONE         NONE         NONE         refused
+    zero_grad        NONE         NONE         NONE         NONE         NONE         NONE
+    add_param_group  NONE         REPLICAS     PARTIAL_SUM  FINAL_SUM    PARTIAL_SUM  LOST
+
+A step after ``*`` is refused. This is the table of one worker with several replicas; with several workers the end of a
+run sums nothing, since all workers would have to wait for it. ``tests/mirroring/test_gradient_transitions.py`` tests
+each entry. A backward pass after a read adds to replica 0's sums, and in the other replicas takes the place of the
+copies, so that every gradient counts once.
 """
 
 from __future__ import annotations
@@ -22,21 +37,21 @@ import torch
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies
-from lockstep.replicas.context import ReplicaContext
+from lockstep.mirroring.gradients.local_sum import Copies
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 
-Marks = list[tuple[int, int]]
+Versions = list[tuple[int, int]]
 """The gradients that replicas have, and their versions: equal as long as nobody changes them."""
 
 
-class Stage(enum.Enum):
-    """Where the gradients are, for all replicas together."""
+class GradientHome(enum.IntEnum):
+    """Where the gradients are, for all replicas together. The later member stands for parameters of both."""
 
-    OWN = enum.auto()
+    REPLICAS = enum.auto()
     """Each replica has its own gradients, or none; the step sums them."""
-    KEPT = enum.auto()
+    PARTIAL_SUM = enum.auto()
     """The first replica has the sums of earlier runs; the step adds to them what replicas have since."""
-    SUMMED = enum.auto()
+    FINAL_SUM = enum.auto()
     """The first replica has the sums, which the next step uses as they are."""
     LOST = enum.auto()
     """A failed run has spoiled the sums of several runs; only ``zero_grad`` is allowed."""
@@ -46,8 +61,8 @@ class GradientState:
     """The state of one optimizer's gradients.
 
     Attributes:
-        stage: where the gradients are.
-        given: by local replica, whether its gradients are the sums now, because its step has read them.
+        home: where the gradients are.
+        has_sums: by local replica, whether its gradients are the sums now, because its step has read them.
         sums_after_runs: whether gradients that a run leaves are summed after it.
     """
 
@@ -55,20 +70,21 @@ class GradientState:
         self._parameters = parameters
         self._keeps_sums = keeps_sums
         self.sums_after_runs = True
-        self.stage = Stage.OWN
+        self.home = GradientHome.REPLICAS
         replicas = len(parameters[0]) if parameters else 0
-        self.given = [False] * replicas
+        self.has_sums = [False] * replicas
         self._index = [{id(copies[replica]): at for at, copies in enumerate(parameters)} for replica in range(replicas)]
         # By replica, the numbers of the parameters whose ".grad" is a sum that it was given, and not its own.
         self._sums: list[set[int]] = [set() for _ in range(replicas)]
         self._is_hooked = False
+        # Blocks and not a counter: replicas enter and leave theirs at the same time, and += is no single operation.
         self._unsynced: set[object] = set()
         self._was_unsynced = False
-        self._left: Marks | None = None
+        self._versions_after_run: Versions | None = None
 
     def check_not_lost(self) -> None:
         """Raises a UsageError if a failed run has spoiled the gradients."""
-        if self.stage is Stage.LOST:
+        if self.home is GradientHome.LOST:
             raise UsageError(
                 "a run failed while gradients of several runs were being added up, and they are lost; call "
                 "optimizer.zero_grad() and begin the accumulation again"
@@ -84,35 +100,39 @@ class GradientState:
             yield
         finally:
             self._unsynced.discard(block)
+            if get_replica_context() is None:  # around runs; in one, its end has to know of the block
+                self._was_unsynced = bool(self._unsynced)
 
     def wants_sum_after_run(self) -> bool:
         """After a run of the only worker: whether replicas have gradients of their own to be summed now."""
         unsynced, self._was_unsynced = self._was_unsynced, bool(self._unsynced)
-        if unsynced or not self._may_sum_after_run() or all(self.given):
+        if unsynced or not self._may_sum_after_run() or all(self.has_sums):
             return False
         return any(copy.grad is not None for copies in self._parameters for copy in copies[1:])
 
     def _may_sum_after_run(self) -> bool:
-        return self.sums_after_runs and self.stage in (Stage.OWN, Stage.KEPT)
+        return self.sums_after_runs and self.home in (GradientHome.REPLICAS, GradientHome.PARTIAL_SUM)
 
-    def marks(self) -> Marks | None:
-        """Marks that differ after a run that has changed gradients; None if there are no gradients."""
-        if self.stage in (Stage.OWN, Stage.LOST) and all(copies[-1].grad is None for copies in self._parameters):
+    def versions(self) -> Versions | None:
+        """Versions that differ after a run that has changed gradients; None if there are no gradients."""
+        # The last replica has no sums: without a gradient there nobody has had a pass. This is asked before every run.
+        has_no_sum = self.home in (GradientHome.REPLICAS, GradientHome.LOST)
+        if has_no_sum and all(copies[-1].grad is None for copies in self._parameters):
             return None
         gradients = [parameter.grad for copies in self._parameters for parameter in copies]
-        return [(id(each), each._version) for each in gradients if each is not None]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def note_left(self) -> None:
         """After a run with several workers: notes which gradients this worker's replicas have."""
-        self._left = None if not self._may_sum_after_run() or any(self.given[:1]) else self.marks()
+        self._versions_after_run = None if not self._may_sum_after_run() or any(self.has_sums[:1]) else self.versions()
 
     def check_left(self) -> None:
         """Before the next run: raises a UsageError if the gradients of the last one were changed and not cleared."""
-        left, self._left = self._left, None
-        if left is None or self.marks() in (left, None):
+        versions, self._versions_after_run = self._versions_after_run, None
+        if versions is None or self.versions() in (versions, None):
             return
-        gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
-        if any(bool(each.count_nonzero()) for each in gradients):
+        gradients = [copy.grad for copies in self._parameters for copy in copies if copy.grad is not None]
+        if any(bool(gradient.count_nonzero()) for gradient in gradients):
             raise UsageError(
                 "gradients were changed outside replicas after a run, where they are this worker's own; call "
                 "optimizer.sum_gradients() on every worker before they are read or changed, or optimizer.zero_grad()"
@@ -132,19 +152,22 @@ class GradientState:
                         else:
                             gradient.requires_grad_(False)
                         gradient.zero_()
-        for each in range(len(self.given)) if replica is None else (replica,):
-            self._forget(each)
-        self.stage = Stage.OWN
+        for number in range(len(self.has_sums)) if replica is None else (replica,):
+            self._forget(number)
+        self.home = GradientHome.REPLICAS
 
-    def run_failed(self, before: Marks | None) -> None:
-        """After a failed run: clears the gradients that replicas have added since ``marks`` was ``before``."""
-        if before is None or self.marks() != before:
+    def run_failed(self, before: Versions | None) -> None:
+        """After a failed run: clears the gradients that replicas have added since ``versions`` was ``before``."""
+        # It stays lost where the run failed because it was lost, or before its step: the program may go on after both.
+        is_lost = self.home is GradientHome.LOST
+        if before is None or self.versions() != before:
             self.clear(None)
-            self.stage = Stage.OWN if before is None else Stage.LOST
+            self.home = GradientHome.LOST if is_lost or before is not None else GradientHome.REPLICAS
 
     def give(self, context: ReplicaContext) -> None:
         """Gives each replica its own copy of the sums, which the first has. Every replica must call it."""
         replica = context.local_replica
+        # Hooks only from here on: most programs read no gradients, and a hook is called for each of them in each pass.
         if not self._is_hooked:
             context.meet("watch of the gradients", None, lambda _: self._hook())
         if replica:
@@ -152,13 +175,45 @@ class GradientState:
                 total = copies[0].grad
                 copies[replica].grad = None if total is None else total.to(copies[replica].device, copy=True)
         context.meet("sums of gradients", None, lambda _: None)  # the first replica may change its own from here on
+        # A program for torch's DDP may add them up itself by all_reduce, N times too much; it is told of it.
         if context.num_replicas_in_sync > 1:
             for copies in self._parameters:
                 if (gradient := copies[replica].grad) is not None:
                     mark_summed(gradient)
+        # The chief's first replica keeps the sums as its own: what is added up once, of all workers, starts with them.
         if replica or not self._keeps_sums:
             self._sums[replica] = {at for at, copies in enumerate(self._parameters) if copies[replica].grad is not None}
-        self.given[replica] = True
+        self.has_sums[replica] = True
+
+    def all_have_sums(self, context: ReplicaContext) -> bool:
+        """Whether the gradients of all local replicas are the sums that steps have read. Every replica must call it."""
+        # A backward pass after the read may come in some replicas only: these alone have gradients that are no sums.
+        if not self._is_hooked:
+            return False
+        have: bool = context.meet("gradients that the step has read", self.has_sums[context.local_replica], all)
+        return have
+
+    def check_final(self, replica: int | None) -> None:
+        """Raises a UsageError if a local replica, or any but the first, has gradients beside the final sums."""
+        replicas = slice(1, None) if replica is None else slice(max(replica, 1), replica + 1)
+        with DisableTorchFunction():  # otherwise a read of ".grad" in a replica asks for the sums
+            added = any(copy.grad is not None for copies in self._parameters for copy in copies[replicas])
+        if added:
+            raise UsageError(
+                "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
+                "before the next backward pass"
+            )
+
+    def continue_from(self, former: GradientState) -> None:
+        """Goes on where another state of these parameters, or of some of them, has ended. Outside backward passes."""
+        home = former.home
+        if any(former.has_sums):
+            for replica in range(len(former.has_sums)):
+                former.take_back(replica)
+            # With fresh hooks nobody would know the copies for sums: the next step added all of them, N times the sum.
+            home = max(home, GradientHome.PARTIAL_SUM)
+        self.home = max(self.home, home)
+        self.sums_after_runs = former.sums_after_runs
 
     def take_back(self, replica: int, *, all_but_first: bool = False) -> None:
         """Drops what a replica was given, so that its gradients are its own; but not the first one's, if asked."""
@@ -172,12 +227,12 @@ class GradientState:
         """The step of the calling replica assigns a parameter's ".grad"."""
         replica = context.local_replica
         if value is None:
-            self.given[replica] = False
-        if not self.given[replica]:
+            self.has_sums[replica] = False
+        if not self.has_sums[replica]:
             self._sums[replica].discard(self._index[replica].get(id(parameter), -1))
 
     def _forget(self, replica: int) -> None:
-        self.given[replica] = False
+        self.has_sums[replica] = False
         self._sums[replica].clear()
 
     def _hook(self) -> None:
@@ -189,7 +244,7 @@ class GradientState:
 
     def _accumulating(self, replica: int, at: int) -> None:
         """A backward pass brings a gradient: what a replica was given is no part of it."""
-        self.given[replica] = False
+        self.has_sums[replica] = False
         if at in self._sums[replica]:
             self._sums[replica].discard(at)
             with DisableTorchFunction():

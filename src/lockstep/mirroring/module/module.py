@@ -38,7 +38,7 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context, own_c
 from lockstep.replicas.device.streams import allocating_on
 
 if TYPE_CHECKING:
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+    from lockstep.mirroring.optim.gradient_sums import GradientSums
     from lockstep.strategies.base import Strategy
 
 _CONVERSION_ERROR = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
@@ -121,7 +121,7 @@ class MirroredModule(nn.Module):
         on = [device.torch_device for device in devices]
         self.copy_follower = CopyFollower(self._copies, on, self._groups, peers, alone=alone)
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
-        self.optimizers: Iterable[MirroredOptimizer] = ()
+        self.gradient_sums: Callable[[], Iterable[GradientSums]] = tuple
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._replicas_to_check = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled_copies: CompiledCopies | None = None
@@ -203,8 +203,8 @@ class MirroredModule(nn.Module):
         context = get_replica_context()
         replicas = range(len(self._copies)) if context is None else (context.local_replica,)
         with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(optimizer.held(self.module, replicas))
+            for sums in self.gradient_sums():
+                stack.enter_context(sums.sending_paused(self.module, replicas))
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:

@@ -1,6 +1,7 @@
 """The mirrored optimizer. Begin with ``optimizer``, the torch.optim.Optimizer that users see.
 
 ``step`` runs one update on all replicas: it clips the gradients' global norm, and skips the update after a loss that is
-NaN or infinite. ``kernels`` applies the update to each storage of the weights, and ``misuse`` refuses plain optimizers
-and schedulers inside a step.
+NaN or infinite. ``gradient_sums`` sums gradients for a program that looks at them before an update.
+``kernels`` applies the update to each storage of the weights, and ``misuse`` refuses plain optimizers and schedulers
+inside a step.
 """

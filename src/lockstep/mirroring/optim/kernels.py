@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies
+from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refusing_steps_over
 from lockstep.mirroring.optim.step_hooks import StepHookWarnings, around_step
 from lockstep.mirroring.zero1 import ShardedOptimizer, ShardingGroup
@@ -69,7 +69,7 @@ def _prepare_momentum(optimizer: Optimizer) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldState:
+class StatePart:
     """The part of the optimizer's state for one parameter that a worker holds."""
 
     parameter: nn.Parameter  # the whole
@@ -99,11 +99,11 @@ class StorageOptimizers:
         *,
         on_gpus: bool = False,
         holds: str = "",
-        find_others: Callable[[], Iterable[Copies]] = tuple,
+        find_other_parameters: Callable[[], Iterable[Copies]] = tuple,
     ) -> None:
         self.plain = optimizer
         self._warnings = StepHookWarnings(optimizer, holds)
-        self._find_others = find_others
+        self._find_other_parameters = find_other_parameters
         self.others_are_whole = False
         self._copies_are_stale = False
         self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
@@ -112,7 +112,7 @@ class StorageOptimizers:
         self._fused = False
         self.rates: Sequence[torch.Tensor] | None = None
         self._parameters = parameters
-        self._known = {id(copies[0]) for copies in parameters}
+        self._ids = {id(copies[0]) for copies in parameters}
         self._leaders = tuple(leaders)
         self._sharded = None if sharing is None else ShardedOptimizer([copies[0] for copies in parameters], sharing)
         self.reset()
@@ -124,7 +124,7 @@ class StorageOptimizers:
         return type(self.plain) in ELEMENTWISE and not around_step(self.plain)
 
     @property
-    def every(self) -> tuple[Optimizer, ...]:
+    def optimizers(self) -> tuple[Optimizer, ...]:
         """The user's optimizer, and its copies for the other storages."""
         return tuple(self._by_leader.values())
 
@@ -165,7 +165,7 @@ class StorageOptimizers:
     def _choose_kernels(self, *, anew: bool = False) -> None:
         fused = self.not_fused is None
         if fused and (anew or not self._fused):  # fused kernels count steps on the device, others on the host
-            for optimizer in self.every:
+            for optimizer in self.optimizers:
                 for parameter, state in optimizer.state.items():
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(parameter.device, torch.float32)
@@ -176,13 +176,13 @@ class StorageOptimizers:
 
         Raises UsageError if the user's optimizer has parameters that the mirrored one does not know.
         """
-        known = sum(len(group["params"]) for group in self.plain.param_groups)
-        if known != len(self._parameters):
+        parameters = [parameter for group in self.plain.param_groups for parameter in group["params"]]
+        if len(parameters) != len(self._parameters):
             raise UsageError(
-                f"the optimizer has {known} parameters, but had {len(self._parameters)} when it was mirrored; "
-                "add groups with add_param_group of the mirrored optimizer"
+                f"the optimizer has {len(parameters)} parameters, but had {len(self._parameters)} when it was "
+                "mirrored; add groups with add_param_group of the mirrored optimizer"
             )
-        fresh = [each for group in self.plain.param_groups for each in group["params"] if id(each) not in self._known]
+        fresh = [parameter for parameter in parameters if id(parameter) not in self._ids]
         if fresh:
             raise UsageError(
                 f"the optimizer's groups got {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}); "
@@ -197,8 +197,8 @@ class StorageOptimizers:
         elif self._on_gpus:
             self._choose_kernels()
         for duplicate in list(self._by_leader.values())[1:]:
-            for theirs, ours in zip(duplicate.param_groups, self.plain.param_groups, strict=True):
-                theirs.update({name: value for name, value in ours.items() if name != "params"})
+            for group, original in zip(duplicate.param_groups, self.plain.param_groups, strict=True):
+                group.update({name: value for name, value in original.items() if name != "params"})
             settings = ((name, value) for name, value in _own_attributes(self.plain) if isinstance(value, _SETTINGS))
             duplicate.__dict__.update(settings)
         self.plain._opt_called = True  # type: ignore[attr-defined]  # what LRScheduler looks for
@@ -209,24 +209,24 @@ class StorageOptimizers:
         if self._sharded is None:
             yield
             return
-        own = self.plain.state
-        self.plain.state = defaultdict(dict, self._sharded.whole(own))
+        local_state = self.plain.state
+        self.plain.state = defaultdict(dict, self._sharded.whole(local_state))
         try:
             yield
         finally:
-            self.plain.state = own
+            self.plain.state = local_state
 
-    def held(self) -> list[HeldState]:
+    def state_parts(self) -> list[StatePart]:
         """The state of the user's optimizer that this worker holds."""
         return [
-            HeldState(parameter=whole, start=start, part=part, values=dict(self.plain.state.get(part, {})))
+            StatePart(parameter=whole, start=start, part=part, values=dict(self.plain.state.get(part, {})))
             for whole in (copies[0] for copies in self._parameters)
             for start, part in ([(0, whole)] if self._sharded is None else self._sharded.pieces_of(whole))
         ]
 
-    def take_held(self, held: Iterable[HeldState]) -> None:
-        """Sets the state of the user's optimizer to that of ``held``."""
-        self.plain.state = defaultdict(dict, {each.part: dict(each.values) for each in held if each.values})
+    def set_state_parts(self, parts: Iterable[StatePart]) -> None:
+        """Sets the state of the user's optimizer to that of ``parts``."""
+        self.plain.state = defaultdict(dict, {entry.part: dict(entry.values) for entry in parts if entry.values})
         self.reset()
 
     def join(self) -> None:
@@ -265,11 +265,11 @@ class StorageOptimizers:
     def _partial_others(self) -> list[nn.Parameter]:
         """The weights that are not updated here and whose gradients are not those of one device, if any may be seen."""
         around = () if self.others_are_whole else around_step(self.plain)
-        others = [copy for copies in self._find_others() for copy in copies] if around else []
-        with_gradient = [weight for weight in others if weight.grad is not None]
+        weights = [copy for copies in self._find_other_parameters() for copy in copies] if around else []
+        with_gradient = [weight for weight in weights if weight.grad is not None]
         if with_gradient:
             self._warnings.look_at_partial(around, with_gradient)
-        return others
+        return weights
 
     @torch.no_grad()
     def _copy_weights(self, leader: int) -> None:
@@ -283,23 +283,23 @@ class StorageOptimizers:
         if self._sharded is not None:
             self._sharded.take_weights()
 
-    def step_slice(self, leader: int, chosen: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
-        """Updates only ``chosen``, parameters of the leader's storage; disjoint slices may be updated at the same time.
+    def step_slice(self, leader: int, parameters: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
+        """Updates only ``parameters``, some of the leader's storage; disjoint slices may be updated at the same time.
 
         The device skips the update if ``skip``, which only fused kernels read, is 1.0.
         """
         optimizer = self._by_leader[leader]
-        wanted = {id(parameter) for parameter in chosen}
+        ids = {id(parameter) for parameter in parameters}
         # Has the same state. Not copy.copy, whose __setstate__ walks through the state of all parameters while other
         # threads still make theirs: NAdam then found one half made.
         part = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__[IN_LOCKSTEP] = True
         part.param_groups = [
-            {**group, "params": self._stepped(each for each in group["params"] if id(each) in wanted)}
+            {**group, "params": self._stepped(parameter for parameter in group["params"] if id(parameter) in ids)}
             for group in optimizer.param_groups
         ]
-        with self._pieces_ready(chosen):
+        with self._pieces_ready(parameters):
             if self._fused:
                 part.param_groups = [{**group, "fused": True} for group in part.param_groups]
                 _prepare_momentum(part)
@@ -348,7 +348,7 @@ class AmpAdapter(Optimizer):
         skip: bool | torch.Tensor,
     ) -> None:
         self._of_leader = {leader: [copies[leader] for copies in parameters] for leader in leaders}
-        super().__init__([each for own in self._of_leader.values() for each in own], {})
+        super().__init__([parameter for parameters in self._of_leader.values() for parameter in parameters], {})
         self._optimizers = optimizers
         self._skip = on_device(skip)
         # Torch's scaler then reads nothing: it leaves here, in "found_inf", what it has found, and steps.
@@ -359,10 +359,10 @@ class AmpAdapter(Optimizer):
         self.skipped = False
         if self._skip is not None:
             # Above 1 if several devices have found an overflow.
-            found = self.found_inf.to(self._skip.device, non_blocking=True).clamp(max=1.0)
-            self.skipped = skip = torch.maximum(self._skip, found)
-        for leader, own in self._of_leader.items():
+            overflow = self.found_inf.to(self._skip.device, non_blocking=True).clamp(max=1.0)
+            self.skipped = skip = torch.maximum(self._skip, overflow)
+        for leader, parameters in self._of_leader.items():
             if self._skip is None:
                 self._optimizers.step(leader)
             else:
-                self._optimizers.step_slice(leader, own, skip)
+                self._optimizers.step_slice(leader, parameters, skip)

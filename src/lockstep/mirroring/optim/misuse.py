@@ -23,20 +23,21 @@ IN_LOCKSTEP = "_lockstep_part"
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 
-_others: ContextVar[frozenset[int]] = ContextVar("lockstep_others", default=frozenset())
+# A ContextVar, since the hook below sees the steps of all threads.
+_refused_ids: ContextVar[frozenset[int]] = ContextVar("lockstep_refused_weights", default=frozenset())
 
 
 @contextmanager
-def refusing_steps_over(others: Iterable[nn.Parameter]) -> Iterator[None]:
+def refusing_steps_over(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """A block of an update in which no optimizer may step these: weights of the model that it does not update.
 
     Their gradients are those of the rows of each replica, neither summed nor divided by the count.
     """
-    token = _others.set(frozenset(map(id, others)))
+    token = _refused_ids.set(frozenset(map(id, weights)))
     try:
         yield
     finally:
-        _others.reset(token)
+        _refused_ids.reset(token)
 
 
 def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
@@ -44,8 +45,9 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
 
     In one of several replicas, or around the step of a mirrored optimizer that does not hold them.
     """
-    if (others := _others.get()) and any(
-        id(weight) in others for group in optimizer.param_groups for weight in group["params"]
+    # A hook of the mirrored optimizer's step may step another optimizer: docs/concepts/hooks.md.
+    if (refused := _refused_ids.get()) and any(
+        id(weight) in refused for group in optimizer.param_groups for weight in group["params"]
     ):
         raise UsageError(
             f"{type(optimizer).__name__}.step was called around the step of another optimizer, over weights that only "
@@ -67,6 +69,7 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
 @functools.cache
 def watch_plain_steps() -> None:
     """Has every step of a torch optimizer checked, process-wide; registered once."""
+    # Of all optimizers: the plain one of a step may be made at any time, also in the step, and by any library.
     register_optimizer_step_pre_hook(refuse_plain_step)
 
 
@@ -84,6 +87,7 @@ def guard_groups(optimizer: Optimizer) -> None:
     """Refuses from now on that one of several replicas of this process sets a hyperparameter. Idempotent."""
     groups = optimizer.param_groups
     for at, group in enumerate(groups):
+        # In place of torch's plain dicts, since torch has no hook on a setting; load_state_dict makes plain ones again.
         if type(group) is dict:
             groups[at] = _Group(group)
 
@@ -111,5 +115,6 @@ class _Group(dict[str, Any]):
     __ior__ = _checked("__ior__")
     update = _checked("update")
 
+    # A checkpoint must not name this class: torch.load(weights_only=True) and programs without lockstep read it.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())

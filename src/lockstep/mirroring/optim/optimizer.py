@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep._torch_compat import DisableTorchFunction, not_compiled
+from lockstep._torch_compat import not_compiled
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
+from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
-from lockstep.mirroring.gradients.state import GradientState, Stage
+from lockstep.mirroring.gradients.state import GradientHome, GradientState
+from lockstep.mirroring.optim.gradient_sums import MakeSums, run_in_replicas
 from lockstep.mirroring.optim.kernels import StorageOptimizers
-from lockstep.mirroring.optim.misuse import guard_groups
+from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
 from lockstep.mirroring.optim.step_hooks import replaced_step
 from lockstep.mirroring.partition import PartitionPolicy
@@ -32,8 +33,6 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context, own_c
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
-MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
-"""Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
 _SCALER = "torch.amp.grad_scaler"
 
 
@@ -43,6 +42,7 @@ class MirroredOptimizer(Optimizer):
     Attributes:
         plain: the user's own optimizer, whose attributes and hooks this one's are.
         parameters: for each parameter its copies, one for each local replica.
+        gradient_sums: sums the gradients, for a program that looks at them.
         gradients: where the gradients are. Its ``sums_after_runs`` says whether those that a run leaves are summed
             after it, so that a program outside replicas sees those of one device. ``Model`` does not need it.
         hooks: those on the parameters, which updates call for ``Model``.
@@ -54,9 +54,8 @@ class MirroredOptimizer(Optimizer):
         self,
         owner: Strategy,
         optimizer: Optimizer,
-        groups: Sequence[Sequence[int]],
         find_copies: Callable[[], Mapping[int, Copies]],
-        make_exchange: MakeExchange,
+        make_sums: MakeSums,
         partition: PartitionPolicy,
     ) -> None:
         # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
@@ -64,9 +63,8 @@ class MirroredOptimizer(Optimizer):
             raise ConfigError("LBFGS evaluates its closure many times a step; choose a first-order optimizer")
         self._owner = owner
         self.plain = optimizer
-        self._groups = groups
         self._find_copies = find_copies
-        self._make_exchange, self._partition = make_exchange, partition
+        self._make_sums, self._partition = make_sums, partition
         self.parameters: list[Copies] = []
         self._prepare()
 
@@ -86,7 +84,7 @@ class MirroredOptimizer(Optimizer):
         """The times of the last update, one item for each replica; None if it was skipped."""
         return self._update.times
 
-    @not_compiled
+    @not_compiled  # dynamo cannot follow the wait for other threads: test_a_step_may_call_a_compiled_update
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
@@ -106,14 +104,17 @@ class MirroredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        replica = context.local_replica
-        given = gradients.given[replica]
-        gradients.take_back(replica, all_but_first=given)
-        if given or gradients.stage is Stage.SUMMED:
+        # The sums are not added up again where all have them: among workers that is an exchange, and in bfloat16 (with
+        # compression) rounds once more.
+        has_sums = gradients.all_have_sums(context)
+        gradients.take_back(context.local_replica, all_but_first=has_sums)
+        if has_sums or gradients.home is GradientHome.FINAL_SUM:
+            if not has_sums:
+                gradients.check_final(context.local_replica)
             self._update.apply(context)
         else:  # the counts add up to 1: the replicas back-propagated parts of one loss, summed and not averaged
             self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-        gradients.stage = Stage.OWN
+        gradients.home = GradientHome.REPLICAS
         return loss
 
     def sum_gradients(self) -> None:
@@ -138,29 +139,12 @@ class MirroredOptimizer(Optimizer):
             >>> round(float(norm), 4)  # of (4, 4) for the weights and 4 for the bias
             6.9282
         """
-        context = own_context(self._owner, "optimizer")
-        if context is None:
-            self._owner.run(self.sum_gradients)
-            return
-        self.gradients.check_not_lost()
-        self.gradients.take_back(context.local_replica)
-        self._update.sum(context)
-        self.gradients.stage = Stage.SUMMED
-
-    def give_sums(self, context: ReplicaContext) -> None:
-        """Gives the calling replica the sums, for a step that reads them. Every replica must call it."""
-        replica = context.local_replica
-        if not self.gradients.given[replica]:
-            self.gradients.check_not_lost()
-            with DisableTorchFunction():
-                self.gradients.take_back(replica)
-                self._update.sum(context)
-                self.gradients.give(context)
+        self.gradient_sums.sum_gradients()
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
         """Clips the sums to a global norm and returns the norm before. Every worker must call it, outside replicas."""
         refuse_in_replica("clip_sums")
-        norms = self._run_in_replicas(self._update.clip, clip_norm)
+        norms = run_in_replicas(self._owner, self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
 
@@ -210,16 +194,6 @@ class MirroredOptimizer(Optimizer):
         return self._update.optimizers
 
     @contextmanager
-    def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
-        """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
-        own = {id(copies[0]) for copies in self.parameters}
-        if not any(id(parameter) in own for parameter in module.parameters()):
-            yield
-            return
-        with self.gradients.unsynced(), self._exchange.held(replicas):
-            yield
-
-    @contextmanager
     def hooks_at_updates(self, refused: str) -> Iterator[None]:
         """A block of runs whose updates call the hooks on parameters, and whose backward passes do not.
 
@@ -236,17 +210,6 @@ class MirroredOptimizer(Optimizer):
             yield
         finally:
             self.hooks.at_updates = False
-
-    def sum_after_run(self) -> None:
-        """After a run of the only worker: sums the gradients, so that the user's module has those of one device."""
-        if self.gradients.wants_sum_after_run():
-            for replica in range(len(self._owner.devices)):  # one without a backward pass since may have earlier sums
-                self.gradients.take_back(replica)
-            self._run_in_replicas(self._update.sum)
-            self.gradients.stage = Stage.KEPT
-
-    def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
-        return self._owner.run(_in_replica, (half, *args))
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -267,11 +230,11 @@ class MirroredOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
-        self.storages.join()
+        self.storages.join()  # shards are cut anew, of the new parameters too
         self.plain.add_param_group(param_group)
         try:
             self._prepare()
-        except UsageError:
+        except UsageError:  # the program may go on with the groups that it had
             del self.plain.param_groups[-1]
             self._prepare()
             raise
@@ -294,7 +257,7 @@ class MirroredOptimizer(Optimizer):
                     "would call it; call it outside strategy.run, between runs"
                 )
             result = method(*args, **kwargs)
-            if len(self.storages.every) > 1:
+            if len(self.storages.optimizers) > 1:
                 self.storages.reset()
             return result
 
@@ -302,8 +265,8 @@ class MirroredOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
-        own = self.__dict__
-        if "_update" in own and name not in own and name in vars(self.plain) and not hasattr(type(self), name):
+        is_new = "_update" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name)
+        if is_new and name in vars(self.plain):
             setattr(self.plain, name, value)
         else:
             object.__setattr__(self, name, value)
@@ -328,28 +291,28 @@ class MirroredOptimizer(Optimizer):
                     "call module = strategy.mirror(module) first, and give the optimizer that module's parameters"
                 )
         self.parameters = [mirrored[id(parameter)] for parameter in parameters]
-        exchange = self._exchange = self._make_exchange(self.parameters, self._groups)
+        self.gradient_sums = self._make_sums(self.parameters, functools.partial(plain_settings, self.plain))
         former: GradientState | None = self.__dict__.get("gradients")
-        self.gradients = GradientState(self.parameters, keeps_sums=exchange.keeps_sums)
+        self.gradients = self.gradient_sums.state
         if former is not None:
-            self.gradients.stage, self.gradients.sums_after_runs = former.stage, former.sums_after_runs
+            self.gradients.continue_from(former)
         self.hooks = ParameterHooks(self.parameters, self._partition)
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
         self._update = LockstepUpdate(
             self.plain,
             self.parameters,
-            self._groups,
-            exchange,
+            self.gradient_sums.groups,
+            self.gradient_sums.exchange,
             hooks=self.hooks,
             on_gpus=on_gpus,
-            find_others=self._other_parameters,
+            find_other_parameters=self._other_parameters,
         )
 
     def _other_parameters(self) -> list[Copies]:
         """The parameters of mirrored modules that this optimizer does not hold, and what they were made of."""
-        own = {id(copies[0]) for copies in self.parameters}
-        others = (copies for first, copies in self._find_copies().items() if first not in own)
-        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in others]
+        ids = {id(copies[0]) for copies in self.parameters}
+        foreign = (copies for first, copies in self._find_copies().items() if first not in ids)
+        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in foreign]
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -359,24 +322,16 @@ class MirroredOptimizer(Optimizer):
             )
         gradients = self.gradients
         gradients.check_not_lost()
-        if self.parameters and all(gradients.given):
-            gradients.stage = Stage.SUMMED
+        if self.parameters and all(gradients.has_sums):
+            gradients.home = GradientHome.FINAL_SUM
             for replica in range(len(self._owner.devices)):
                 gradients.take_back(replica, all_but_first=True)
-        if gradients.stage is not Stage.SUMMED:
+        if gradients.home is GradientHome.FINAL_SUM:
+            gradients.check_final(None)
+        else:
             self.sum_gradients()
-        elif any(parameter.grad is not None for copies in self.parameters for parameter in copies[1:]):
-            raise UsageError(
-                "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
-                "before the next backward pass"
-            )
-        self._run_in_replicas(self._update.apply)
-        gradients.stage = Stage.OWN
-
-
-def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
-    """Called in a replica."""
-    return half(get_replica_context(), *args)
+        run_in_replicas(self._owner, self._update.apply)
+        gradients.home = GradientHome.REPLICAS
 
 
 def _unless_same(source: nn.Parameter, parameter: nn.Parameter) -> tuple[nn.Parameter, ...]:
@@ -385,4 +340,5 @@ def _unless_same(source: nn.Parameter, parameter: nn.Parameter) -> tuple[nn.Para
 
 def _asked_by(module: str) -> bool:
     """Whether the calling function was called from a module of this name."""
+    # A GradScaler gives no sign but that it reads the groups of what it unscales (torch 2.13, _unscale_grads_).
     return bool(sys._getframe(2).f_globals.get("__name__") == module)

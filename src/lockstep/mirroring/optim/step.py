@@ -3,9 +3,10 @@
     replica r:  [barrier: totals, NaN check] -> sum a slice -> [barrier: between storages] -> divide
                 -> [barrier: norm; clip] -> update a slice -> [barrier: end; with ZeRO-1, all workers get all weights]
 
-Gradients are summed, never averaged; the count divides them once, if one is given. ``sum`` and ``apply`` are the two
-halves, for a program that looks at the sums in between. On GPUs the host reads nothing, so it may be some updates ahead
-when it learns of a non-finite loss: every update after that one is skipped too, until ``reset_nonfinite``.
+Gradients are summed, never averaged; the count divides them once, if one is given. ``apply`` is the second half alone,
+for a program that looks at the sums of ``gradient_sums`` before it. On GPUs the host reads nothing, so it may be some
+updates ahead when it learns of a non-finite loss: every update after that one is skipped too, until
+``reset_nonfinite``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_norm
 from lockstep.collectives.tree import tree_sum
 from lockstep.errors import NonFiniteLossError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of, spread
+from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Number, divide, gradients_of, spread
 from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
@@ -81,7 +82,9 @@ class StepResult:
 
 def _summed_on(home: torch.device, values: list[Number]) -> Number:
     """The sum in double precision and the order of ``tree``, on a device, without reading tensors."""
-    moved = [each.to(home, torch.float64, non_blocking=True) if isinstance(each, Tensor) else each for each in values]
+    moved = [
+        value.to(home, torch.float64, non_blocking=True) if isinstance(value, Tensor) else value for value in values
+    ]
     return tree_sum(moved, operator.add)
 
 
@@ -104,6 +107,12 @@ def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
         loads[part] += sizes[item]
         members[part].append(item)
     return tuple(tuple(sorted(part)) for part in members)
+
+
+def slices_of(parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """By local replica, the numbers of the parameters that it sums and updates for its storage group."""
+    sizes = [copies[0].numel() for copies in parameters]
+    return {replica: part for group in groups for replica, part in zip(group, balance(sizes, len(group)), strict=True)}
 
 
 def check_finite(total: float) -> None:
@@ -142,8 +151,8 @@ class Skips:
 
 def gradient_norms(parameters: Sequence[Copies], indices: Iterable[int], replica: int) -> dict[int, Tensor]:
     """The norm of each gradient that ``replica`` has of the parameters with these numbers, by number."""
-    found = {index: grad for index in indices if (grad := parameters[index][replica].grad) is not None}
-    return dict(zip(found, foreach_norm(list(found.values())) if found else (), strict=True))
+    gradients = {index: gradient for index in indices if (gradient := parameters[index][replica].grad) is not None}
+    return dict(zip(gradients, foreach_norm(list(gradients.values())) if gradients else (), strict=True))
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, clip_norm: float) -> None:
@@ -165,7 +174,7 @@ class LockstepUpdate:
         *,
         hooks: ParameterHooks | None = None,
         on_gpus: bool = False,
-        find_others: Callable[[], Iterable[Copies]] = tuple,
+        find_other_parameters: Callable[[], Iterable[Copies]] = tuple,
     ) -> None:
         self._exchange, self._hooks = exchange, hooks
         self._settings = partial(plain_settings, optimizer)
@@ -179,22 +188,19 @@ class LockstepUpdate:
             exchange.sharing,
             on_gpus=on_gpus,
             holds=exchange.holds,
-            find_others=find_others,
+            find_other_parameters=find_other_parameters,
         )
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
         self._logged_waiting = False
-        sizes = [copies[0].numel() for copies in parameters]
-        self._slices: dict[int, tuple[int, ...]] = {}
-        for group in groups:
-            self._slices |= dict(zip(group, balance(sizes, len(group)), strict=True))
+        self._slices = slices_of(parameters, groups)
         self._moments: list[list[float]] = [[] for _ in self._leader_of]  # of the last update, by replica
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
         """The times of the last update, one item for each replica; None if it was skipped or failed."""
-        return tuple(UpdateTimes(*each) if len(each) == _NUM_MOMENTS else None for each in self._moments)
+        return tuple(UpdateTimes(*moments) if len(moments) == _NUM_MOMENTS else None for moments in self._moments)
 
     def run(
         self,
@@ -210,35 +216,24 @@ class LockstepUpdate:
         with DisableTorchFunction():
             if observer is None:
                 return self._run(context, totals, clip_norm, scaler)
-            own = [copies[context.local_replica] for copies in self._parameters]
-            observer.update_begins(context, own, totals)
+            parameters = [copies[context.local_replica] for copies in self._parameters]
+            observer.update_begins(context, parameters, totals)
             result = self._run(context, totals, clip_norm, scaler)
-            observer.update_ended(context, own)
+            observer.update_ended(context, parameters)
             return result
 
-    def sum(self, context: ReplicaContext) -> None:
-        """The first half: leaves the sums in replica 0's copies, on every worker. Every replica must call it."""
-        observer, replica = current_observer(), context.local_replica
-        with DisableTorchFunction():
-            if observer is not None:
-                own = [copies[replica] for copies in self._parameters]
-                observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-            context.meet("sum of gradients", (0.0, 0.0), lambda each: self._exchange.open(each, self._settings))
-            self._exchange.run(context, self._slices[replica])
-            context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
-
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
-        """Between the halves: clips the sums in replica 0's copies; returns their norm before. All must call it."""
+        """Before ``apply``: clips the sums in replica 0's copies; returns their norm before. All must call it."""
         first = self._leaders[0]
-        mine = self._slices[context.local_replica] if self._leader_of[context.local_replica] == first else ()
+        indices = self._slices[context.local_replica] if self._leader_of[context.local_replica] == first else ()
         with DisableTorchFunction():
-            norm: Tensor = context.meet("gradient norm", self._norms(mine, first), self._global_norm)
+            norm: Tensor = context.meet("gradient norm", self._norms(indices, first), self._global_norm)
             if math.isfinite(clip_norm):
-                scale_to_norm(self._gradients(mine, first), norm, clip_norm)
+                scale_to_norm(self._gradients(indices, first), norm, clip_norm)
         return norm
 
     def apply(self, context: ReplicaContext) -> None:
-        """The second half: updates every storage by the gradients in replica 0's copies. All must call it."""
+        """Updates every storage by the gradients in replica 0's copies. All must call it."""
         observer, replica = current_observer(), context.local_replica
         leader = self._leader_of[replica]
         with DisableTorchFunction():
@@ -250,8 +245,8 @@ class LockstepUpdate:
             self.optimizers.others_are_whole = context.num_replicas_in_sync == 1
             context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
-                mine = [self._parameters[index][leader] for index in self._slices[replica]]
-                self.optimizers.step_slice(leader, mine)
+                parameters = [self._parameters[index][leader] for index in self._slices[replica]]
+                self.optimizers.step_slice(leader, parameters)
             context.meet("end of the optimizer update", None, self._close)
             if observer is not None:
                 observer.update_ended(context, [copies[replica] for copies in self._parameters])
@@ -264,33 +259,33 @@ class LockstepUpdate:
         self, context: ReplicaContext, totals: Totals, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> StepResult:
         replica = context.local_replica
-        leader, mine = self._leader_of[replica], self._slices[replica]
+        leader, indices = self._leader_of[replica], self._slices[replica]
         moments = self._moments[replica] = [time.perf_counter()]
         result: StepResult = context.meet("optimizer update", totals, self._open)
         moments.append(time.perf_counter())
         if result.skipped is True:
             return result
         self.optimizers.others_are_whole = context.num_replicas_in_sync == 1 and _is_one(result.count)
-        self._exchange.run(context, mine)
+        self._exchange.run(context, indices)
         moments.append(time.perf_counter())
         if scaler is not None:
             finish = partial(self._finish_scaled, result, clip_norm, scaler)
             result = context.meet("scaled optimizer update", None, finish)
             moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
             return result
-        gradients = self._gradients(mine, leader)
+        gradients = self._gradients(indices, leader)
         divide(gradients, _divisor(result.count))
         if self._hooks is not None and self._hooks.any:
             context.meet("hooks on parameters", self._hooks, lambda hooks: hooks[0].call(self._leaders))
-            gradients = self._gradients(mine, leader)
+            gradients = self._gradients(indices, leader)
         norm = None
         if clip_norm is not None:
-            norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
+            norm = context.meet("gradient norm", self._norms(indices, leader), self._global_norm)
             if math.isfinite(clip_norm):
                 scale_to_norm(gradients, norm, clip_norm)
         if self.optimizers.divisible:
-            chosen = [self._parameters[index][leader] for index in mine]
-            self.optimizers.step_slice(leader, chosen, on_device(result.skipped))
+            parameters = [self._parameters[index][leader] for index in indices]
+            self.optimizers.step_slice(leader, parameters, on_device(result.skipped))
             moments.append(time.perf_counter())
         context.meet("end of the optimizer update", None, self._close)
         moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
@@ -301,10 +296,10 @@ class LockstepUpdate:
         total: Number
         count: Number
         if self._decides_on_device():
-            total = _summed_on(self._home, [each.total for each in totals])
-            count = _summed_on(self._home, [each.count for each in totals])
+            total = _summed_on(self._home, [replica_totals.total for replica_totals in totals])
+            count = _summed_on(self._home, [replica_totals.count for replica_totals in totals])
         else:
-            rows = [(float(each.total), float(each.count)) for each in totals]
+            rows = [(float(replica_totals.total), float(replica_totals.count)) for replica_totals in totals]
             total, count = self._exchange.open(rows, self._settings)
         if not isinstance(total, Tensor):
             check_finite(total)
@@ -332,11 +327,8 @@ class LockstepUpdate:
         self._clear_all_but_first()
 
     def _clear_all_but_first(self) -> None:
-        self._clear(self._leaders[1:] if self._exchange.keeps_sums else self._leaders)
-
-    def _clear(self, leaders: Sequence[int]) -> None:
         for copies in self._parameters:
-            for leader in leaders:
+            for leader in self._leaders[1:] if self._exchange.keeps_sums else self._leaders:
                 copies[leader].grad = None
 
     def _gradients(self, indices: Sequence[int], leader: int) -> list[Tensor]:

@@ -39,16 +39,16 @@ def _is_schedulers(step: Any) -> bool:
 
 def around_step(optimizer: Optimizer) -> Sequence[Any]:
     """The hooks of the optimizer's step, those of all optimizers, and what stands in place of it; often nothing."""
-    own, kind = vars(optimizer), cast("Any", type(optimizer))  # mypy takes no class of optimizers for hashable
+    attributes, kind = vars(optimizer), cast("Any", type(optimizer))  # mypy takes no class of optimizers for hashable
     # An optimizer around another one may have no hooks: it need not call Optimizer.__init__.
-    hooks, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
+    hooks, after = attributes.get("_optimizer_step_pre_hooks"), attributes.get("_optimizer_step_post_hooks")
     of_all = optimizer_post_hooks or any(hook is not refuse_plain_step for hook in optimizer_pre_hooks.values())
-    if not hooks and not after and not of_all and "step" not in own and _is_original(kind, kind.step):
+    if not hooks and not after and not of_all and "step" not in attributes and _is_original(kind, kind.step):
         return ()  # at every update, several times
-    found = [*(hooks or {}).values(), *(after or {}).values(), *optimizer_post_hooks.values()]
-    found += [hook for hook in optimizer_pre_hooks.values() if hook is not refuse_plain_step]
-    found += [step for step in [replaced_step(optimizer)] if step is not None]
-    return found if _is_original(kind, kind.step) else [*found, kind.step]
+    callables = [*(hooks or {}).values(), *(after or {}).values(), *optimizer_post_hooks.values()]
+    callables += [hook for hook in optimizer_pre_hooks.values() if hook is not refuse_plain_step]
+    callables += [step for step in [replaced_step(optimizer)] if step is not None]
+    return callables if _is_original(kind, kind.step) else [*callables, kind.step]
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +77,7 @@ class StepHookWarnings:
 
     def look(self, around: Sequence[Any]) -> None:
         """Warns of hooks that see a part of the model, given what is around the step."""
-        if around and self._holds and (fresh := [each for each in around if id(each) not in self._warned]):
+        if around and self._holds and (fresh := [hook for hook in around if id(hook) not in self._warned]):
             self._warned.update(map(id, fresh))
             warnings.warn(
                 f"{', '.join(map(_name, fresh))} is called around {type(self._optimizer).__name__}.step, and sees "

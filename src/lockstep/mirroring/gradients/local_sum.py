@@ -6,7 +6,7 @@
 Each replica of a storage group sums a slice of the parameters. The sum is the leader's ``.grad``; the other members'
 gradients become None. ``PartExchange`` is for workers that hold parts of a model: losses are summed over all workers,
 gradients over those that hold the same part.
-``buckets`` sums between workers.
+``bucketed_all_reduce`` sums between workers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GradientExchange(ABC):
         """
 
     @abstractmethod
-    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
+    def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
         """Leaves the sums of a slice of the parameters in the leaders' ".grad". Every replica must call it."""
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -67,9 +67,13 @@ class GradientExchange(ABC):
         in_order = [norms[index] for index in sorted(norms)]
         return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
 
-    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+    def sending_paused(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which no backward pass of these local replicas sends gradients to other workers."""
         return nullcontext()
+
+
+MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
+"""Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
 
 
 class LocalExchange(GradientExchange):
@@ -81,25 +85,26 @@ class LocalExchange(GradientExchange):
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        left = (add_nodes(one_each(group), len(self._groups), lambda one, _: one) for group in groups)
-        self._left = sorted(node for nodes in left for node in nodes)  # what the groups leave to be added
+        group_sums = (add_nodes(one_each(group), len(self._groups), lambda one, _: one) for group in groups)
+        self._group_sums = sorted(node for nodes in group_sums for node in nodes)  # what the groups leave to be added
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
         return tree_sum(totals, lambda one, other: (one[0] + other[0], one[1] + other[1]))
 
-    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        self._add_up(one_each(self._groups[context.local_replica]), [self._parameters[index] for index in mine])
+    def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
+        self._add_up(one_each(self._groups[context.local_replica]), [self._parameters[index] for index in indices])
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: self._sum_between_groups())
 
     def _sum_between_groups(self) -> None:
-        self._add_up(self._left, self._parameters)
+        self._add_up(self._group_sums, self._parameters)
         spread(self._parameters, self._leaders)
 
     def _add_up(self, parts: Iterable[tuple[Node, int]], parameters: Sequence[Copies]) -> None:
         """Adds neighbours in the tree; the value of a node is the replica whose gradients are its sum."""
 
         def add(into: int, other: int) -> int:
+            # A leader keeps its gradients: ``spread`` writes the sums into their memory.
             add_gradients(parameters, into, other, keep=other in self._leaders)
             return into
 
@@ -152,47 +157,53 @@ class PartExchange(GradientExchange):
         self._sum_tied()
         return total, count
 
-    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        self.between_replicas.run(context, mine)
+    def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
+        self.between_replicas.run(context, indices)
+        # In the first update only: a wrong tensor plan is wrong from the start, and the exchange waits for all ranks.
         if self.whole is not None and not self._compared:
             self._compared = True
             self._compare_whole(self.whole)
 
     def _compare_whole(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Raises a UsageError on all workers if tensor ranks have different gradients of a weight that each holds."""
-        own = {name: _summary(each.grad) for name, each in whole.items()}
-        gathered = all_gather_object(self.holders, "gradients of whole weights", {"part": self.part, "gradients": own})
+        summaries = {name: _summary(parameter.grad) for name, parameter in whole.items()}
+        gathered = all_gather_object(
+            self.holders, "gradients of whole weights", {"part": self.part, "gradients": summaries}
+        )
         first: dict[tuple[int, int], Mapping[str, tuple[float, float]]] = {}
-        for each in gathered:
-            expected = first.setdefault(each["part"], each["gradients"])
-            for name, found in each["gradients"].items():
-                if not _are_close(found, expected[name]):
+        for rank in gathered:
+            expected = first.setdefault(rank["part"], rank["gradients"])
+            for name, summary in rank["gradients"].items():
+                if not _are_close(summary, expected[name]):
                     raise UsageError(
                         f"the gradient of {name!r}, which every tensor rank holds whole, differs between them (norms "
-                        f"{found[1]:.6g} and {expected[name][1]:.6g}): the tensor plan calls its module on a part of "
+                        f"{summary[1]:.6g} and {expected[name][1]:.6g}): the tensor plan calls its module on a part of "
                         "the activations; give the layer before it output_layouts=Replicate() and the one after it "
                         "input_layouts=Replicate(), or divide the module too"
                     )
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The same bits on all workers."""
+        # In double precision, added in the order of workers: all get the same bits, and so the same clipping.
         counted = [norms[index].double() for index in sorted(norms) if index in self.counted]
         # One stacked tensor is read, so that the host waits for a GPU once.
-        own = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
-        squares = [square for (square,) in self.holders.all_gather_numbers("gradient norm", [own])]
+        local_square = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
+        squares = [square for (square,) in self.holders.all_gather_numbers("gradient norm", [local_square])]
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 
     def _sum_tied(self) -> None:
         """Gives one weight that two stages hold the sum of both gradients, with the same bits on both."""
         if self.tied_group is None or not self.tied:
             return
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.tied]
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.tied
+        ]
         summed = self.tied_group.all_reduce("gradients of tied weights", [gradients])
         for parameter, gradient in zip(self.tied, summed, strict=True):
             parameter.grad = gradient
 
-    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        return self.between_replicas.held(replicas)
+    def sending_paused(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        return self.between_replicas.sending_paused(replicas)
 
 
 def _summary(gradient: torch.Tensor | None) -> tuple[float, float]:
@@ -213,6 +224,8 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive parts of ``flat``, contiguous, in the shapes and memory formats of the parameters."""
     numbers = [parameter.numel() for parameter in parameters]
+    # With the strides of the parameters: else "foreach" and fused kernels on GPUs go tensor by tensor (torch 2.13,
+    # ForeachUtils.h: the fast path needs equal strides).
     parts = flat[: sum(numbers)].split(numbers)  # type: ignore[no-untyped-call]
     return [
         part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
@@ -233,20 +246,20 @@ def add_gradients(parameters: Sequence[Copies], into: int, other: int, *, keep: 
     totals: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     for copies in parameters:
-        given = copies[other].grad
-        if given is None:
+        gradient = copies[other].grad
+        if gradient is None:
             continue
-        total, gradient = copies[into].grad, given.to(copies[into].device)
+        total, moved = copies[into].grad, gradient.to(copies[into].device)
         if not keep:
             copies[other].grad = None
         if total is None:
-            copies[into].grad = gradient.clone() if keep and gradient is given else gradient
-        elif gradient.is_sparse or total.is_sparse or gradient is total:
+            copies[into].grad = moved.clone() if keep and moved is gradient else moved
+        elif moved.is_sparse or total.is_sparse or moved is total:
             # torch adds a sparse tensor to a dense one only, and the one that is dense comes first
-            copies[into].grad = gradient + total if total.is_sparse else total + gradient
+            copies[into].grad = moved + total if total.is_sparse else total + moved
         else:
             totals.append(total)
-            added.append(gradient)
+            added.append(moved)
     if totals:
         foreach_add_(totals, added)
 
@@ -256,23 +269,24 @@ def spread(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
 
     In the memory of their own gradients if they have some, which is charged to their share of a GPU.
     """
-    first, *others = leaders
-    for copies in parameters if others else ():
+    first, *followers = leaders
+    for copies in parameters if followers else ():
         gradient = copies[first].grad
+        # A program may have set one tensor as ".grad" in several replicas: divided once for each it would be too small.
         written = {id(gradient)}
-        for leader in others:
-            own = copies[leader].grad
-            if gradient is None or own is None or id(own) in written or not _can_take(own, gradient):
+        for leader in followers:
+            target = copies[leader].grad
+            if gradient is None or target is None or id(target) in written or not _can_hold(target, gradient):
                 copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
             else:
-                own.detach().copy_(gradient)
-                written.add(id(own))
+                target.detach().copy_(gradient)
+                written.add(id(target))
 
 
-def _can_take(own: torch.Tensor, gradient: torch.Tensor) -> bool:
+def _can_hold(target: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a gradient's memory can take another's values: not if it is sparse, or expanded."""
-    dense = own.layout is torch.strided and gradient.layout is torch.strided
-    return dense and own.dtype == gradient.dtype and own.nbytes <= own.untyped_storage().nbytes()
+    dense = target.layout is torch.strided and gradient.layout is torch.strided
+    return dense and target.dtype == gradient.dtype and target.nbytes <= target.untyped_storage().nbytes()
 
 
 def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:
@@ -289,7 +303,7 @@ def divide(gradients: Sequence[torch.Tensor], divisor: Number) -> None:
         for dtype, group in by_dtype.items():
             foreach_div_(group, divisor.to(group[0].device, dtype, non_blocking=True))
         return
-    if divisor == 1.0:
+    if divisor == 1.0:  # every step of a loop of the user's, which has divided the loss itself
         return
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     for gradient in gradients:

@@ -32,7 +32,7 @@ from lockstep.collectives.process_group import ProcessGroup
 from lockstep.collectives.tree import Node, tree_sum
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, spread, views_of
+from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Settings, spread, views_of
 from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.driver import StreamEvent, driver_of
@@ -46,12 +46,12 @@ _FRACTION_OF_REST = 2
 all but the first megabyte, and 0.1 ms for these, or for thirds, whose number costs another 3 ms of CPU time."""
 _SAMPLED_BYTES = 32
 _LOG = logging.getLogger("lockstep")
-_Taken = tuple[torch.Tensor, torch.Tensor | None, int]
+_Snapshot = tuple[torch.Tensor, torch.Tensor | None, int]
 """A parameter, its gradient at some time, and the gradient's version."""
 
 
 def plan_buckets(
-    sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, sent: Container[int] | None = None
+    sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, indices: Container[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Divides parameters into buckets, whose gradients are sent in one flat tensor; the last parameters come first.
 
@@ -59,20 +59,20 @@ def plan_buckets(
         sizes: bytes of each parameter's gradient.
         kinds: what must be equal inside a bucket: the dtype.
         bucket_bytes: the largest bucket; a larger parameter is alone.
-        sent: the numbers of the parameters that have gradients; None is all of them.
+        indices: the numbers of the parameters that have gradients; None is all of them.
     """
     buckets: list[list[int]] = []
-    chosen = [parameter for parameter in range(len(sizes)) if sent is None or parameter in sent]
-    free, kind, left = 0, "", sum(sizes[parameter] for parameter in chosen)
-    for parameter in reversed(chosen):
+    parameters = [parameter for parameter in range(len(sizes)) if indices is None or parameter in indices]
+    free, kind, rest = 0, "", sum(sizes[parameter] for parameter in parameters)
+    for parameter in reversed(parameters):
         if not buckets or sizes[parameter] > free or kinds[parameter] != kind:
             largest = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
-            free = min(largest, max(LAST_BUCKET_BYTES, left // _FRACTION_OF_REST))
+            free = min(largest, max(LAST_BUCKET_BYTES, rest // _FRACTION_OF_REST))
             kind = kinds[parameter]
             buckets.append([])
         buckets[-1].append(parameter)
         free -= sizes[parameter]
-        left -= sizes[parameter]
+        rest -= sizes[parameter]
     return tuple(map(tuple, buckets))
 
 
@@ -119,9 +119,10 @@ class BucketExchange(GradientExchange):
         self._marks = marks
         self.keeps_sums = workers.is_chief
         self._warned = False
-        self._held: Counter[int] = Counter()
+        self._pauses: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
+        # The parameters hold the hooks, and outlive an exchange that add_param_group replaces by another one.
         finalize(self, _remove, self._handles)
         self._make_plan()
 
@@ -133,9 +134,10 @@ class BucketExchange(GradientExchange):
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
         outdated = _trained(self._parameters) != self._trained
-        rows = [(*each, changed, outdated) for each in totals]
-        total, count, changes, others = self._workers.sum_numbers("optimizer update", rows)
-        changed, outdated = bool(changes), bool(others)
+        # The flags travel with the totals: one exchange of numbers an update, whatever has to be agreed.
+        rows = [(*pair, changed, outdated) for pair in totals]
+        total, count, num_changed, num_outdated = self._workers.sum_numbers("optimizer update", rows)
+        changed, outdated = bool(num_changed), bool(num_outdated)
         if changed and not self._warned:
             self._warned = True
             _LOG.warning(
@@ -161,16 +163,16 @@ class BucketExchange(GradientExchange):
         return digest
 
     @contextmanager
-    def held(self, replicas: Sequence[int]) -> Iterator[None]:
+    def sending_paused(self, replicas: Sequence[int]) -> Iterator[None]:
         with self._lock:
-            self._held.update(replicas)
+            self._pauses.update(replicas)
         try:
             yield
         finally:
             with self._lock:
-                self._held.subtract(replicas)
+                self._pauses.subtract(replicas)
 
-    def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
+    def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
         pass
 
     def _finish(self, *, changed: bool, outdated: bool) -> None:
@@ -182,12 +184,13 @@ class BucketExchange(GradientExchange):
             self._begin_cycle()
             buckets = self._all_arrived()
         self._begin_cycle()
-        sent = [(self._parameters[index], total) for bucket in buckets for index, total in bucket.sums()]
-        for copies, total in sent:
+        sums = [(self._parameters[index], total) for bucket in buckets for index, total in bucket.sums()]
+        for copies, total in sums:
+            # Of all replicas, though only leaders get sums: what another one kept would count in the next step.
             for copy in copies:
                 copy.grad = None
             copies[self._leaders[0]].grad = total
-        spread([copies for copies, _ in sent], self._leaders)
+        spread([copies for copies, _ in sums], self._leaders)
 
     def _all_arrived(self) -> list[_Bucket]:
         while len(self._in_flight) < len(self._plan):
@@ -200,27 +203,29 @@ class BucketExchange(GradientExchange):
         self._missing = [
             sum(parameter in self._hooked for parameter in members) * len(self._parameters[0]) for members in self._plan
         ]
-        self._seen: set[tuple[int, int]] = set()
+        self._arrivals: set[tuple[int, int]] = set()
         self._in_flight: list[_Bucket] = []
         self._starting = False
 
     def _make_plan(self) -> None:
         """Divides the parameters that are trained on any worker into buckets. Every worker must call it."""
         self._trained = _trained(self._parameters)
-        own = bytes(index in self._trained for index in range(len(self._parameters)))
-        every = self._workers.all_gather_bytes("which gradients travel", own)
+        flags = bytes(index in self._trained for index in range(len(self._parameters)))
+        flags_of_workers = self._workers.all_gather_bytes("which gradients travel", flags)
         firsts = [copies[0] for copies in self._parameters]
         self._plan = plan_buckets(
             [parameter.numel() * parameter.element_size() for parameter in firsts],
             [f"{parameter.dtype} {parameter.device}" for parameter in firsts],
             self._bucket_bytes,
-            {index for index, trained in enumerate(zip(*every, strict=True)) if any(trained)},
+            # Of any worker: one that has frozen a weight still sends its part of the bucket, or the sizes would differ.
+            {index for index, trained in enumerate(zip(*flags_of_workers, strict=True)) if any(trained)},
         )
         self._bucket_of = {index: bucket for bucket, members in enumerate(self._plan) for index in members}
         self._hooked = frozenset(index for index in self._bucket_of if self._parameters[index][0].requires_grad)
         _remove(self._handles)
         for index in self._hooked:
             for replica, copy in enumerate(self._parameters[index]):
+                # Not register_hook, which is called with one pass's gradient before it is added to ".grad".
                 hook = EngineHook(self._note_gradient, replica, index)
                 self._handles.append(copy.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._begin_cycle()
@@ -230,12 +235,14 @@ class BucketExchange(GradientExchange):
         bucket = self._bucket_of[index]
         self._marks.note(replica)
         with self._lock:
-            if self._held[replica] > 0:
+            if self._pauses[replica] > 0:
                 return
-            if (replica, index) in self._seen:
+            if (replica, index) in self._arrivals:  # a second pass: ``changed`` tells the next update to send all again
                 return
-            self._seen.add((replica, index))
+            self._arrivals.add((replica, index))
             self._missing[bucket] -= 1
+            # One thread at a time: all workers must start their sums in one order, and two replicas that complete two
+            # buckets at once would race.
             if self._starting or not self._next_is_full():
                 return
             self._starting = True
@@ -260,8 +267,8 @@ class BucketExchange(GradientExchange):
         # 5.9 for all buckets.
         with torch.no_grad(), DisableTorchFunction():
             self._marks.precede()
-            own = [self._parameters[index] for index in members]
-            bucket = _Bucket(members, own, self._workers.nodes[self._workers.index], self._travel_as)
+            parameters = [self._parameters[index] for index in members]
+            bucket = _Bucket(members, parameters, self._workers.nodes[self._workers.index], self._travel_as)
             bucket.work = self._stream.start_sum(bucket.parts)
         self._in_flight.append(bucket)
 
@@ -279,34 +286,34 @@ class _Bucket:
         self._members = members
         self._parameters = [copies[0] for copies in parameters]
         # Before anything is read: a replica may be in its next backward pass already, which must be noticed.
-        every = [copy for copies in parameters for copy in copies]
-        self._taken = [_taken(copy) for copy in every]
+        all_copies = [copy for copies in parameters for copy in copies]
+        self._snapshots = [_snapshot(copy) for copy in all_copies]
         self._counts = [sum(copy.grad is not None for copy in copies) for copies in parameters]
         first = nodes[0].begin
-        own = [_NodeSum(parameters, range(node.begin - first, node.end - first)).total() for node in nodes]
-        self._own = own[0]
-        converts = travel_as is not None and self._own.dtype == torch.float32
-        self.parts = [part.to(travel_as) for part in own] if converts else own
+        node_sums = [_NodeSum(parameters, range(node.begin - first, node.end - first)).total() for node in nodes]
+        self._sum = node_sums[0]
+        converts = travel_as is not None and self._sum.dtype == torch.float32
+        self.parts = [part.to(travel_as) for part in node_sums] if converts else node_sums
         self.work: Any = None
 
     @property
     def changed(self) -> bool:
         """Whether a gradient is another one, or was written to, since it was taken."""
-        return any(map(_is_changed, self._taken))
+        return any(map(_is_changed, self._snapshots))
 
     def wait(self, stream: ProcessGroup) -> None:
         if self.work is not None:
             stream.wait(self.work, "the exchange of gradients")
             self.work = None
-            if self.parts[0] is not self._own:
-                self._own.copy_(self.parts[0])
+            if self.parts[0] is not self._sum:
+                self._sum.copy_(self.parts[0])
             self.parts = []
 
     def sums(self) -> list[tuple[int, torch.Tensor | None]]:
         """Each parameter's number and summed gradient; None where no replica of any worker had one."""
         # With a gradient here the sum has one too: the host would wait for a GPU to read the counts.
-        flags = self._counts if all(self._counts) else self._own[-len(self._members) :].tolist()
-        views = views_of(self._own, self._parameters)
+        flags = self._counts if all(self._counts) else self._sum[-len(self._members) :].tolist()
+        views = views_of(self._sum, self._parameters)
         return [(index, view if flag else None) for index, view, flag in zip(self._members, views, flags, strict=True)]
 
 
@@ -331,7 +338,7 @@ class _NodeSum:
         into = self._flat(one) if isinstance(one, int) else one
         if isinstance(other, torch.Tensor):
             return into.add_(other)
-        pairs = [(view, given) for view, given in self._gradients(other, into) if given is not None]
+        pairs = [(view, gradient) for view, gradient in self._gradients(other, into) if gradient is not None]
         if pairs:
             foreach_add_(*map(list, zip(*pairs, strict=True)))
         self._add_counts(into, other)
@@ -340,6 +347,7 @@ class _NodeSum:
     def _flat(self, replica: int) -> torch.Tensor:
         home = self._firsts[0]
         numbers = sum(parameter.numel() for parameter in self._firsts)
+        # The counts travel in the same tensor: a second message for them would cost another round trip a bucket.
         flat = torch.empty(numbers + len(self._firsts), dtype=home.dtype, device=home.device)
         flat[numbers:].zero_()
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -368,20 +376,21 @@ class _NodeSum:
     def _add_counts(self, flat: torch.Tensor, replica: int) -> None:
         """Notes which gradients a replica has, without a copy from the host, which would wait for a GPU."""
         place = len(flat) - len(self._parameters)
-        for given, run in itertools.groupby(copies[replica].grad is not None for copies in self._parameters):
+        for has_gradient, run in itertools.groupby(copies[replica].grad is not None for copies in self._parameters):
             end = place + len(list(run))
-            if given:
+            if has_gradient:
                 flat[place:end].add_(1)
             place = end
 
 
-def _taken(parameter: torch.Tensor) -> _Taken:
+def _snapshot(parameter: torch.Tensor) -> _Snapshot:
+    # The version counts writes in place, so that no values are compared, for which the host would wait for a GPU.
     gradient = parameter.grad
     return parameter, gradient, _version(gradient)
 
 
-def _is_changed(taken: _Taken) -> bool:
-    parameter, gradient, version = taken
+def _is_changed(snapshot: _Snapshot) -> bool:
+    parameter, gradient, version = snapshot
     return parameter.grad is not gradient or _version(gradient) != version
 
 
