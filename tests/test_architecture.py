@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -116,22 +117,27 @@ class Source:
 
     path: str  # relative to the package: "train/model.py"
     tree: ast.Module
-    lines: int = 1
+    package: str = ENGINE.name
 
     @property
     def room(self) -> str:
         first = Path(self.path).parts[0].removesuffix(".py")
         return FACADE if first == "__init__" else first
 
+    @property
+    def module(self) -> str:
+        parts = Path(self.package, self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-def parse(path: str, text: str) -> Source:
-    return Source(path=path, tree=ast.parse(text), lines=text.count("\n"))
+
+def parse(path: str, text: str, package: str = ENGINE.name) -> Source:
+    return Source(path=path, tree=ast.parse(text), package=package)
 
 
 @cache
 def sources() -> list[Source]:
     return [
-        parse(file.relative_to(package).as_posix(), file.read_text())
+        parse(file.relative_to(package).as_posix(), file.read_text(), package.name)
         for package in (ENGINE, TOOLS)
         for file in sorted(package.rglob("*.py"))
     ]
@@ -147,31 +153,46 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those under ``if TYPE_CHECKING:``, which never run."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and dotted(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for otherwise in child.orelse:
-                yield from runtime_nodes(otherwise)
-            continue
-        yield child
-        yield from runtime_nodes(child)
+def imports(source: Source) -> Iterator[tuple[int, str]]:
+    """What a file imports of ours, with the line: also in functions, and for type hints only.
 
-
-def imported_rooms(source: Source) -> Iterator[tuple[int, str]]:
-    """Rooms of ours that a file imports when it runs, with the line; the facade is called by its own name."""
-    for node in runtime_nodes(source.tree):
+    A hint counts, because who reads a file reads what its hints name.
+    """
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [f"{module}.{alias.name}" for alias in node.names] if module in PACKAGES else [module]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("import_module", "importlib.import_module"):
+            names = [text.value for text in node.args[:1] if isinstance(text, ast.Constant)]
         else:
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] in PACKAGES:
-                yield node.lineno, parts[1] if len(parts) > 1 and parts[1] in RANK else FACADE
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] in PACKAGES)
+
+
+def imported_rooms(source: Source) -> Iterator[tuple[int, str]]:
+    """Rooms of ours that a file imports, with the line; the facade is called by its own name."""
+    for line, name in imports(source):
+        _, _, inside = name.partition(".")
+        room = inside.partition(".")[0]
+        yield line, room if room in RANK else FACADE
+
+
+def circle(files: Iterable[Source]) -> list[str]:
+    """The modules of one circle of imports, from each to the next; empty if there is none."""
+    modules = {source.module: source for source in files}
+    graph = {name: set(_imported_modules(source, modules)) - {name} for name, source in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        modules_of_circle: list[str] = error.args[1]
+        return modules_of_circle[::-1]  # graphlib goes from what is imported to who imports it
+    return []
+
+
+def _imported_modules(source: Source, modules: Mapping[str, object]) -> Iterator[str]:
+    for _, name in imports(source):
+        yield name if name in modules else name.rpartition(".")[0]
 
 
 def breaks_order(source: Source) -> Iterator[str]:
@@ -298,6 +319,12 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
         ("data/a.py", "def f():\n from lockstep_tools import cli\n"),
         "2: data imports cli",
     ),
+    "hint": (
+        breaks_order,
+        (),
+        ("data/a.py", "if TYPE_CHECKING:\n from lockstep.train.model import Model\n"),
+        "2: data imports train",
+    ),
     "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),
     "unknown": (breaks_order, (), ("misc/a.py", ""), "1: no room is called 'misc'"),
     "environment": (uses_environment, READS_ENVIRONMENT, ("train/a.py", "os.environ['A']\n"), "1: os.environ"),
@@ -342,11 +369,31 @@ def test_the_source_keeps_the_rule(name: str):
     assert found == []
 
 
-def test_reading_a_file_and_importing_for_types_only_are_no_complaint():
-    text = "if TYPE_CHECKING:\n    from lockstep.train.model import Model\nopen(path, 'rb')\npath.open()\n"
-    source = parse("data/shards.py", text)
+def test_reading_a_file_is_no_complaint():
+    source = parse("data/shards.py", "open(path, 'rb')\npath.open()\n")
 
-    assert [*breaks_order(source), *writes_files(source)] == []
+    assert list(writes_files(source)) == []
+
+
+def test_no_files_import_each_other():
+    assert " -> ".join(circle(sources())) == ""
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from lockstep.train.a import A",
+        "def f():\n from lockstep.train import a",
+        "if TYPE_CHECKING:\n import lockstep.train.a",
+        "def f():\n return import_module('lockstep.train.a')",
+    ],
+)
+def test_a_circle_of_imports_is_seen(back: str):
+    files = {"a": "from lockstep.train.b import B", "b": "from lockstep.train.c import C", "c": back}
+    modules = circle([parse(f"train/{name}.py", text) for name, text in files.items()])
+
+    assert sorted(set(modules)) == ["lockstep.train.a", "lockstep.train.b", "lockstep.train.c"]
+    assert modules[0] == modules[-1]
 
 
 def test_no_test_sleeps():

@@ -322,7 +322,7 @@ def test_the_workers_and_what_they_started_end_with_the_process_that_launched_th
 
 SAVED_AND_STOPPED = """
 import os, torch, lockstep as ls
-from lockstep_tools.cli.entry_point import InWorkers
+from lockstep_tools.cli.in_workers import InWorkers
 def tell(batch, logs):
     if batch == 0: print("begun", os.getpid(), flush=True)
 def work(*_):

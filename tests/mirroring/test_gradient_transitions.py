@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.state import GradientHome
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.hooks import Totals
 
 if TYPE_CHECKING:
     from lockstep.replicas.context import ReplicaContext

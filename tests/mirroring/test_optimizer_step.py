@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, NonFiniteLossError
-from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.hooks import Totals
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer

@@ -15,9 +15,10 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.optim.step import StepResult, Totals
+from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostSyncs
+from lockstep.replicas.hooks import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.hooks import Totals
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer

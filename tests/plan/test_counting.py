@@ -15,8 +15,9 @@ from lockstep_tools.plan.cost import predict
 from lockstep_tools.plan.counting import count_model
 from lockstep_tools.plan.division import Division, why_indivisible
 from lockstep_tools.plan.hardware import device_kind
+from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.search import usual_network
-from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, shape_of
 from lockstep_tools.plan.software import Software
 
 transformers = pytest.importorskip("transformers")

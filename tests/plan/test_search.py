@@ -14,7 +14,8 @@ from lockstep.strategies.parallel import ParallelStrategy
 from lockstep_tools.plan import Choices, plan
 from lockstep_tools.plan.division import Division, why_indivisible
 from lockstep_tools.plan.hardware import DEVICE_KINDS, LINKS, device_kind
-from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape
+from lockstep_tools.plan.model_shape import ModelShape
+from lockstep_tools.plan.shapes import KNOWN_SHAPES
 
 GPT2 = KNOWN_SHAPES["gpt2"]
 

@@ -8,7 +8,8 @@ import pytest
 
 from lockstep.checks import alternatives, divisors
 from lockstep.errors import ConfigError
-from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep_tools.plan.model_shape import ModelShape
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, shape_of
 from lockstep_tools.recipes.mlm.config import MlmConfig
 
 PUBLISHED = {

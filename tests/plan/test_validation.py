@@ -15,8 +15,8 @@ from lockstep_tools.plan import Choices
 from lockstep_tools.plan.cost import Prediction, predict
 from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import device_kind
+from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.search import Setting, search, usual_network
-from lockstep_tools.plan.shapes import ModelShape
 from lockstep_tools.plan.software import PRECISIONS, Constants, Software
 
 # What those programs could do in 2021: no sharded optimizer, no sequence parallelism, no zero-bubble schedule, and

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.stand_in import StandInDriver, stand_in_gpus
 
-from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.memory import MB
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams, allocating_on
+from lockstep.replicas.issue_gate import IssueGate
 
 
 def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuSlot]:

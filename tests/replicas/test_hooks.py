@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.hooks import Observer, current_observer, observing
+from lockstep.replicas.hooks import Observer, Totals, current_observer, observing
 
 if TYPE_CHECKING:
     from lockstep.config import LogicalDevice
-    from lockstep.strategies.base import Strategy
+    from lockstep.replicas.owner import Owner
     from lockstep.strategies.mirrored import MirroredStrategy
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
@@ -35,7 +34,7 @@ class Ears(Observer):
         self.devices.append(tuple(device.name for device in devices))
         return devices[:2]
 
-    def run_begins(self, strategy: Strategy, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run_begins(self, strategy: Owner, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         self.views.append(views)
 
     def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:

@@ -5,9 +5,9 @@ again. Begin reading at ``checkpoint``. The modules, each of which imports only 
 
     weights -> sharded_io -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
         -> export
-    state_adapters (one for each kind of thing) -> checkpoint -> manager
+    state_adapters (one for each kind of thing) -> adapter_choice -> checkpoint -> manager
 
-``sharded_state`` is for models that workers hold parts of, and imported only with one.
+``sharded_state`` has the adapters of models that workers hold parts of, and is imported only with one.
 """
 
 from __future__ import annotations

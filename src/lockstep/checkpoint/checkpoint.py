@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lockstep._torch_compat import tree_map
+from lockstep.checkpoint.adapter_choice import adapter_for
 from lockstep.checkpoint.conditions import all_conditions, warn_of_changes
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.format import (
@@ -37,7 +38,7 @@ from lockstep.checkpoint.format import (
     unflatten,
 )
 from lockstep.checkpoint.sharded_io import balance_writes
-from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
+from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter
 from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.adapter_choice import adapter_for
 from lockstep.checkpoint.checkpoint import strategy_of
 from lockstep.checkpoint.format import TAG, flatten
 from lockstep.checkpoint.sharded_io import balance_writes
-from lockstep.checkpoint.state_adapters import AdapterState, adapter_for, by_name
+from lockstep.checkpoint.state_adapters import AdapterState, by_name
 from lockstep.collectives.communicator import error_text, raise_gathered_errors
 from lockstep.data.random_state import default_state
 from lockstep.errors import CheckpointError

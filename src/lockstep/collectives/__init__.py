@@ -1,11 +1,10 @@
-"""Sums, gathers and broadcasts: between the replica threads of a process, and between the workers of a job.
+"""Sums, gathers and broadcasts of values: of the replicas of a process, and between the workers of a job.
 
-    per_replica      values that differ by replica, and the base class of variables
-    replica_barrier  where replica threads meet, and who may issue work meanwhile
-    communicator     the collectives between workers: the interface and its options, for one worker, for a mesh
-    distributed      the collectives over torch.distributed
-    process_group    gloo and NCCL groups whose waits are watched
-    reduce           reduce and gather over all replicas of all workers; the differentiable forms
+    per_replica    values that differ by replica, and the base class of variables
+    communicator   the collectives between workers: the interface and its options, for one worker, for a mesh
+    distributed    the collectives over torch.distributed
+    process_group  gloo and NCCL groups whose waits are watched
+    reduce         reduce and gather over all replicas of all workers; the differentiable forms
 
-Begin with ``communicator`` and ``replica_barrier``; the others build on these.
+Begin with ``communicator``; ``reduce`` builds on it. Where replica threads meet is ``replicas/barrier``.
 """

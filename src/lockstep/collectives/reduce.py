@@ -7,9 +7,9 @@ gradients, as in TensorFlow, so the backward pass of a collective is a collectiv
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +18,6 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import read_tensors
 from lockstep.collectives.tree import sums_within, tree_sum
 from lockstep.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from lockstep.replicas.context import ReplicaContext
 
 
 class ReduceOp(enum.Enum):
@@ -161,7 +158,19 @@ def refuse_summed(what: str, values: Iterable[Any]) -> None:
             )
 
 
-def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
+class Replica(Protocol):
+    """What a collective uses of a replica; ``replicas.context.ReplicaContext`` describes it."""
+
+    @property
+    def local_replica(self) -> int: ...
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    @property
+    def workers(self) -> Communicator: ...
+    def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any: ...
+
+
+def all_reduce(replica: Replica, op: ReduceOp, value: Any) -> Any:
     """Sums or averages ``value`` over all replicas; each gets its own copy. Every replica must call it."""
     value, name = read_tensors(value), f"all_reduce({op.value})"
     if op is ReduceOp.SUM:
@@ -172,20 +181,20 @@ def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
     return total if op is ReduceOp.SUM else total / replica.num_replicas_in_sync
 
 
-def all_gather(replica: ReplicaContext, value: Any, axis: int) -> torch.Tensor:
+def all_gather(replica: Replica, value: Any, axis: int) -> torch.Tensor:
     """Concatenates ``value`` of all replicas along ``axis``; lengths may differ there. Every replica must call it."""
     gathered: torch.Tensor = _AllGather.apply(_as_tensor(value), replica, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def _sum_of_all(replica: ReplicaContext, name: str, value: torch.Tensor) -> torch.Tensor:
+def _sum_of_all(replica: Replica, name: str, value: torch.Tensor) -> torch.Tensor:
     total: torch.Tensor = replica.meet(name, value, partial(sum_across, replica.workers, name))
     return total
 
 
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, replica: ReplicaContext, name: str) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, replica: Replica, name: str) -> torch.Tensor:
         ctx.replica, ctx.name = replica, name
         return _own_copy(_sum_of_all(replica, name, value), value)
 
@@ -197,7 +206,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, replica: ReplicaContext, axis: int) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, replica: Replica, axis: int) -> torch.Tensor:
         ctx.replica, ctx.axis, ctx.name = replica, axis, f"all_gather(axis={axis})"
         workers = replica.workers
 

@@ -11,16 +11,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from lockstep.checks import shown
 from lockstep.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from lockstep.replicas.device.driver import DeviceDriver
-
 
 DeviceKind = Literal["CPU", "GPU"]
 
@@ -34,14 +30,15 @@ class PhysicalDevice:
         kind: ``"CPU"`` or ``"GPU"``.
         memory: its memory in MB; None for the CPU, whose shares have no limit.
         torch_device: where its tensors are.
-        driver: for a GPU that torch.cuda does not drive; None chooses by ``torch_device``.
+        driver: a ``DeviceDriver`` (``replicas/device``) for a GPU that torch.cuda does not drive; None chooses by
+            ``torch_device``.
     """
 
     name: str
     kind: DeviceKind
     memory: int | None
     torch_device: torch.device
-    driver: DeviceDriver | None = field(default=None, compare=False, repr=False)
+    driver: object | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from lockstep.checks import check_number
-from lockstep.collectives.replica_barrier import SIGNALS_SEEN_EVERY_S
 from lockstep.errors import DataError, UsageError
+from lockstep.replicas.barrier import SIGNALS_SEEN_EVERY_S
 from lockstep.replicas.rng.mode import ReplicaRng
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,7 @@ from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import UsageError
 from lockstep.introspection import is_kind
 from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.owner import Owner
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
@@ -129,7 +127,7 @@ class MirroredMetric(nn.Module):
     with several workers every one must call what reads states.
     """
 
-    def __init__(self, owner: Strategy, copies: Sequence[Any]) -> None:
+    def __init__(self, owner: Owner, copies: Sequence[Any]) -> None:
         super().__init__()
         self._owner = owner
         self._copies = tuple(copies)  # a tuple, so that nn.Module does not register them as children
@@ -317,7 +315,7 @@ def metric_being_updated() -> Any:
     return None
 
 
-def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
+def mirror_metric(owner: Owner, metric: Any) -> MirroredMetric:
     """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one."""
     if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")

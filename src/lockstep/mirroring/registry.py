@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -37,9 +37,7 @@ from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
 from lockstep.replicas.issue_policy import code_of, unwrapped
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.owner import Owner
 
 
 @dataclass(slots=True)
@@ -92,13 +90,13 @@ class MirroredObjects:
         """The modules in use, in the order of mirroring."""
         return tuple(self._modules.values())
 
-    def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
+    def mirror_metric(self, strategy: Owner, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
         mirrored = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
         return self._metrics.setdefault(id(metric), mirrored)
 
     def mirror_module(
-        self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
+        self, strategy: Owner, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
     ) -> MirroredModule:
         """Returns the mirrored module of ``module``; makes it if there is none."""
         if isinstance(module, MirroredModule):
@@ -123,14 +121,14 @@ class MirroredObjects:
             )
         return mirrored
 
-    def _mirror_metrics_in(self, module: nn.Module, strategy: Strategy) -> None:
+    def _mirror_metrics_in(self, module: nn.Module, strategy: Owner) -> None:
         for name, child in module._modules.items():
             if is_metric(child):
                 module._modules[name] = self.mirror_metric(strategy, child)  # type: ignore[arg-type]
             elif child is not None:
                 self._mirror_metrics_in(child, strategy)
 
-    def mirror_optimizer(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
+    def mirror_optimizer(self, strategy: Owner, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
         self._partition.check(optimizer)
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
         make_sums = partial(self._make_sums, strategy)
@@ -139,7 +137,7 @@ class MirroredObjects:
         self.optimizers.add(mirrored)
         return mirrored
 
-    def sum_after_run(self, strategy: Strategy) -> None:
+    def sum_after_run(self, strategy: Owner) -> None:
         """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
         With several workers they stay each worker's own. Optimizers with parameters in common sum them in their steps.
@@ -183,7 +181,7 @@ class MirroredObjects:
         """The sums of the optimizers' gradients, and of those that a program reads without an optimizer."""
         return [*(optimizer.gradient_sums for optimizer in self.optimizers), *self._sums_by_hand.values()]
 
-    def sum_by_hand(self, strategy: Strategy, parameter: nn.Parameter) -> None:
+    def sum_by_hand(self, strategy: Owner, parameter: nn.Parameter) -> None:
         """Has the gradients of a parameter that no optimizer holds summed from now on, with those of its module.
 
         Every worker must call it, between runs or while its replicas wait.
@@ -201,7 +199,7 @@ class MirroredObjects:
         check_agreement(strategy.workers, "the gradients without an optimizer", lines)
         self._sums_by_hand[module] = self._make_sums(strategy, parameters, lambda: lines)
 
-    def _make_sums(self, strategy: Strategy, parameters: Sequence[Copies], settings: Settings) -> GradientSums:
+    def _make_sums(self, strategy: Owner, parameters: Sequence[Copies], settings: Settings) -> GradientSums:
         """Makes the sums of some parameters' gradients, in place of those by hand."""
         groups = storage_groups(strategy.devices)
         sums = GradientSums(strategy, parameters, groups, self._make_exchange(parameters, groups), settings)

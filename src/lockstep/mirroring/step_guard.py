@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -42,11 +42,8 @@ from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import PROCEED, is_random
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.registry import StepGradients
 
 _METADATA = frozenset(
     [
@@ -221,10 +218,17 @@ class Claims:
         return claim[1] if claim[0]() is thing and claim[1] != replica else None
 
 
+class Gradients(Protocol):
+    """What follows when a step reads or assigns the ".grad" of its weights; see ``registry.StepGradients``."""
+
+    def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None: ...
+    def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None: ...
+
+
 class StepGuard:
     """One replica's guard. ``claims`` is what this run's replicas have used."""
 
-    def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
+    def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: Gradients) -> None:
         self._gradients = gradients
         self._replica = replica
         self._ownership = ownership

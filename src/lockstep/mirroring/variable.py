@@ -8,7 +8,7 @@ are read with ``read_value``, ``float`` and the like, and by ``reduce`` and simi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,9 +19,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, own_context
 from lockstep.replicas.device.streams import allocating_on
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.owner import Owner
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
@@ -43,7 +41,7 @@ class MirroredVariable(VariableBase):
 
     def __init__(
         self,
-        owner: Strategy,
+        owner: Owner,
         value: Any,
         *,
         aggregation: Aggregation,

@@ -4,10 +4,13 @@
     threads       the persistent threads
     caller_state  the caller's thread-local state, which is set again in the replicas' threads
     issue_policy  how many replicas of one device issue work at once
+    barrier       where the threads of a run meet
+    issue_gate    which of them may issue work meanwhile
     context       what a step function sees of its replica: ids, device, collectives
     compiled      code that torch.compile makes: the replica's own random numbers, faster products
+    owner         what replicas and mirrored objects use of their strategy
     hooks         what a tool such as ``lockstep verify`` can observe of a strategy
     rng, device, cpu   random numbers; GPUs; what is tuned for CPUs
 
-Begin with ``runner``. Below it are ``collectives`` (the barrier at which the threads meet) and ``config`` (devices).
+Begin with ``runner``. Below it are ``collectives`` (sums of values) and ``config`` (devices).
 """

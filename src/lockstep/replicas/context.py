@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep._torch_compat import tree_map
 from lockstep.checks import check_call
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import merge, select
 from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
-from lockstep.collectives.replica_barrier import Call, IssueSlot, ReplicaBarrier
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, UsageError
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.barrier import Call, IssueSlot, ReplicaBarrier
+from lockstep.replicas.owner import Owner
 
 _current: ContextVar[ReplicaContext | None] = ContextVar("lockstep_replica", default=None)
 
@@ -65,7 +63,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
+        self, strategy: Owner, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
     ) -> None:
         self.strategy = strategy
         self.device = device
@@ -149,7 +147,7 @@ class ReplicaContext:
 
 
 def _call_merged(
-    fn: Callable[..., Any], strategy: Strategy, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    fn: Callable[..., Any], strategy: Owner, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> Any:
     shapes = {(len(args), frozenset(kwargs)) for args, kwargs in calls}
     if len(shapes) > 1:

@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import LogicalDevice
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.optim.step import Totals
-    from lockstep.replicas.context import ReplicaContext
-    from lockstep.strategies.base import Strategy
-
+from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.owner import Owner
 
 _observer: ContextVar[Observer | None] = ContextVar("lockstep_observer", default=None)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One replica's sums since the last update: of its loss values, and of examples, or tokens."""
+
+    total: float | Tensor
+    count: float | Tensor
 
 
 class Observer:
@@ -31,7 +36,7 @@ class Observer:
         """Called when a MirroredStrategy is made; it uses the returned devices."""
         return devices
 
-    def run_begins(self, strategy: Strategy, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run_begins(self, strategy: Owner, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Called in ``strategy.run``, before the replicas start, with the arguments of each replica."""
 
     def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:

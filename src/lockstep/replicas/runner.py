@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from lockstep._torch_compat import compiled_code_for
-from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
+from lockstep.replicas.barrier import IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.replicas.caller_state import CallerState, Profile
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
@@ -31,13 +31,12 @@ from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
+from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.issue_policy import IssuePolicy
+from lockstep.replicas.owner import Owner
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
 
 ErrorNote = Callable[[str, int, BaseException], str]
 """Makes the note on an error of a replica, given the replica's name and local number; empty for none."""
@@ -122,7 +121,7 @@ class ReplicaRunner:
 
     def run(
         self,
-        strategy: Strategy,
+        strategy: Owner,
         fn: Callable[..., Any],
         bodies: Sequence[Callable[[], Any]],
         rows: Sequence[int | None],
@@ -166,7 +165,7 @@ class ReplicaRunner:
         return run.results
 
     def _complete(
-        self, run: _Run, strategy: Strategy, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
+        self, run: _Run, strategy: Owner, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
     ) -> None:
         """Hands out the bodies and waits for their ends."""
         submitted = 0

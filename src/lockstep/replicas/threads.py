@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ConfigError, ReplicaError, UsageError
+from lockstep.replicas.barrier import ReplicaStopped
 
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 START_LIMIT_S = 60.0

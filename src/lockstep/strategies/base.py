@@ -31,7 +31,6 @@ from lockstep.collectives.per_replica import (
     select,
 )
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
-from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, default_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.list_reader import Lists
@@ -48,10 +47,12 @@ from lockstep.mirroring.partition import PartitionPolicy, WholeModels
 from lockstep.mirroring.registry import MirroredObjects, RunCount
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.parallel.mesh_layout import MeshLayout
+from lockstep.replicas.barrier import ReplicaBarrier
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.hooks import current_observer
+from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.rng.mode import Guard, ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ErrorNote, ReplicaRunner

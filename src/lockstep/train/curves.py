@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lockstep.errors import DataError
 from lockstep.extras import require
-
-if TYPE_CHECKING:
-    from lockstep.train.logs import History
 
 _CURVES = (("", "training", "#2f5d8a"), ("val_", "validation", "#d9822b"))
 _TEST_COLOR = "#5c8a3c"
 
 
+class EpochRecord(Protocol):
+    """What is drawn of a ``History``, which describes it."""
+
+    history: dict[str, list[float]]
+    epoch: list[int]
+    logged_in: dict[str, list[int]]
+
+
 def draw_curves(
-    figure: Any, history: History, *, title: str = "", settings: str = "", test: Mapping[str, float] | None = None
+    figure: Any, history: EpochRecord, *, title: str = "", settings: str = "", test: Mapping[str, float] | None = None
 ) -> None:
     """Draws the curves into an empty figure, and sizes it.
 

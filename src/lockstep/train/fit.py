@@ -6,10 +6,10 @@ Model.fit -> run_fit -> for each epoch: TrainLoop.run_epoch -> strategy.run -> t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lockstep.checks import check_number
 from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
@@ -28,9 +28,7 @@ from lockstep.train.logs import LEARNING_RATE, RunningLoss, StepClock, batch_log
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, StepOutput, train_step, update_weights
-
-if TYPE_CHECKING:
-    from lockstep.train.model import Model
+from lockstep.train.trained_model import TrainedModel
 
 Verbose = Literal[0, 1, 2]
 FitVerbose = Verbose | Literal["auto"]
@@ -78,19 +76,22 @@ def agree_on_fit(
 
 
 def run_fit(
-    model: Model,
+    model: TrainedModel,
     setup: TrainSetup,
     data: EpochIterator,
     *,
     validation: EpochIterator | None,
     callbacks: CallbackList,
     epochs: Epochs,
+    during_fit: Callable[[TrainLoop], AbstractContextManager[None]],
 ) -> None:
-    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it."""
+    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it.
+
+    ``during_fit`` makes the block in which the loop is a part of what a checkpoint saves and restores.
+    """
     stop = AgreedStop(model)
     loop = TrainLoop(setup, callbacks, stop)
-    state = model.training_state.during_fit(loop, data, callbacks, epoch=epochs.initial_epoch)
-    with module_mode(setup.module, training=True), closing(data), state:
+    with module_mode(setup.module, training=True), closing(data), during_fit(loop):
         callbacks.call("on_train_begin")
         logs: dict[str, float] = {}
         # A callback may have restored a later epoch, or a training that had been stopped.
@@ -129,7 +130,7 @@ class AgreedStop:
     it sends the request with the next exchange, and all end after that batch, with ``stop_training`` set.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         self._model = model
         self._workers = model.strategy.workers
         self._workers.clear_flags(ControlFlags.STOP)  # left by a fit that failed before it could end

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -39,7 +40,6 @@ from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar, write_fingerprint
 from lockstep.train.checkpointing import (
     Position,
-    TrainingState,
     host_state,
     load_arrays,
     load_weights,
@@ -63,6 +63,7 @@ from lockstep.train.logs import History, StepClock
 from lockstep.train.module_loss import check_computes_loss
 from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
 from lockstep.train.summary import noting_shapes, summary_table
+from lockstep.train.training_state import TrainingState
 from lockstep.train.user_step import ShardLoss, TrainStep, UserStep
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
@@ -113,10 +114,10 @@ class Model:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"Model got a {type(module).__name__}; give a torch.nn.Module")
         self.strategy: Strategy = get_strategy()
-        self.training_state = TrainingState(self)
         self._module: MirroredModule = self.strategy.mirror(
             module, sync_batchnorm=sync_batchnorm, memory_format=memory_format
         )
+        self.training_state = TrainingState(self, self._module)
         self._setup: TrainSetup | None = None
         self._batch_loop: TrainLoop | None = None  # of train_on_batch
         self.stop_training = False
@@ -392,7 +393,9 @@ class Model:
         if trial is not None:
             callbacks = self._without_files(callbacks, trial, verbose)
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches, **params) as called:
-            run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=settings)
+            first = settings.initial_epoch
+            state = partial(self.training_state.during_fit, data=batches, callbacks=called, epoch=first)
+            run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=settings, during_fit=state)
         write_fingerprint(self.strategy.workers, self.fingerprint, verbose=bool(verbose))
         return self.history
 

@@ -15,8 +15,8 @@ from typer.main import get_command
 
 from lockstep import __version__
 from lockstep.errors import ConfigError
-from lockstep_tools.cli.entry_point import InWorkers
 from lockstep_tools.cli.flags import CommandsHelp
+from lockstep_tools.cli.in_workers import InWorkers
 
 Job = Callable[[], int | InWorkers]
 

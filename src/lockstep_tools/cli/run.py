@@ -11,8 +11,9 @@ import typer
 
 from lockstep.errors import ConfigError
 from lockstep.launch.output import complain
-from lockstep_tools.cli.entry_point import ResumeFlag, discard_broken_streams, naming_what_resumes, nothing_saved
+from lockstep_tools.cli.entry_point import discard_broken_streams
 from lockstep_tools.cli.flags import BEFORE_A_PROGRAM, command
+from lockstep_tools.cli.in_workers import ResumeFlag, naming_what_resumes, nothing_saved
 
 if TYPE_CHECKING:
     from lockstep.launch.elastic_meeting import Elastic

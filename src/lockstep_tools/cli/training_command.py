@@ -34,7 +34,6 @@ from lockstep_tools.cli.devices import (
     make_strategy,
     take_own_devices,
 )
-from lockstep_tools.cli.entry_point import InWorkers, ResumeFlag, naming_what_resumes
 from lockstep_tools.cli.flags import (
     NO_FLAG,
     RESULT_FILES,
@@ -44,6 +43,7 @@ from lockstep_tools.cli.flags import (
     check_folder,
     check_no_results,
 )
+from lockstep_tools.cli.in_workers import InWorkers, ResumeFlag, naming_what_resumes
 from lockstep_tools.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep_tools.recipes.model_card import ModelCard
 from lockstep_tools.recipes.run_record import RunRecord, layout_of, peak_memory

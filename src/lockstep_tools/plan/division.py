@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from lockstep.checks import alternatives, check_choice, check_least, divisors
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES, PipelineConfig, ScheduleName
-from lockstep_tools.plan.shapes import ModelShape
+from lockstep_tools.plan.model_shape import ModelShape
 
 CheckpointingName = Literal["none", "full"]
 CHECKPOINTING: tuple[CheckpointingName, ...] = get_args(CheckpointingName)

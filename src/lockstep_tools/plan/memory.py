@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lockstep_tools.plan.division import Division, PipelineWorker, pipeline_workers
-from lockstep_tools.plan.shapes import ModelShape
+from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.software import Software
 
 # Bytes per logit beside its own. The loss is computed in float32: the log-probability and the gradients of both; where

@@ -17,7 +17,8 @@ from lockstep_tools.plan.cost import Prediction, predict
 from lockstep_tools.plan.division import CHECKPOINTING, CheckpointingName, Division, why_indivisible
 from lockstep_tools.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
 from lockstep_tools.plan.memory import estimate_memory
-from lockstep_tools.plan.shapes import Model, ModelShape, shape_of
+from lockstep_tools.plan.model_shape import ModelShape
+from lockstep_tools.plan.shapes import Model, shape_of
 from lockstep_tools.plan.software import PRECISIONS, PrecisionName, Software
 
 _MAX_MICROBATCH = 32

@@ -24,8 +24,9 @@ from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
+from lockstep.mirroring.optim.step import StepResult, UpdateTimes
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.hooks import Totals
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import module_arguments, unpack_labelled
 from lockstep.train.loss import loss_sums, no_examples

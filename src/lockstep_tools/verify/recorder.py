@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.hooks import Observer, observing
+from lockstep.replicas.hooks import Observer, Totals, observing
+from lockstep.replicas.owner import Owner
 from lockstep.strategies.base import Strategy
 from lockstep_tools.verify.config import RunConfig
 from lockstep_tools.verify.interventions import active_dropouts, intervene_before_first_step, local_batch_norms
@@ -145,13 +145,14 @@ class Recorder(Observer):
             self._devices = replica_devices
         return replica_devices
 
-    def run_begins(self, strategy: Strategy, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run_begins(self, strategy: Owner, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Sends the completed updates; stops the program if they are enough; else records the batch of this run."""
         if strategy.devices is not self._devices:
             if self._devices is None and self._other_updates >= self._steps:
                 raise EnoughRecordedError
             return
-        weights = self._weights or self._start(strategy)
+        # The hooks stand below the strategies, and call the strategy by what they use of it.
+        weights = self._weights or self._start(cast("Strategy", strategy))
         weights.find_modules()
         self._send_completed(weights)
         if self._updates_sent >= self._steps:

@@ -40,6 +40,7 @@ from lockstep.integrations.keras.variables import (
     summed,
 )
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.owner import Owner
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
@@ -208,7 +209,7 @@ def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums(
-    strategy: Strategy, gradients_of_replicas: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
+    strategy: Owner, gradients_of_replicas: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
 ) -> list[Tensor | None]:
     """The sums of the replicas' gradients of each variable; None where no replica has one."""
     parts = [

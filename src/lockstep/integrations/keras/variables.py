@@ -28,6 +28,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
 from lockstep.integrations.keras.torch_modules import buffer_variables
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.owner import Owner
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
@@ -346,7 +347,7 @@ def stateless_scope() -> Any:
     return keras.StatelessScope(collect_losses=True, initialize_variables=False)
 
 
-def summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def summed(strategy: Owner, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
     flat = [flattened(tensors) for tensors in parts]
     totals = strategy.reduce("sum", [PerReplica([elements[dtype] for elements in flat]) for dtype in flat[0]])

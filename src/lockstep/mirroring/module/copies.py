@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from pickle import PickleError
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.introspection import is_kind
 from lockstep.mirroring.module.wrappers import is_wrapper
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.module.copy_follower import CopyFollower
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
@@ -90,6 +87,13 @@ class Copying(TorchFunctionMode):
         return memo[id(tensor)]
 
 
+class CopySource(Protocol):
+    """What has copies of modules and tensors already."""
+
+    def add_counterparts(self, replica: int, counterparts: dict[int, Any], changed: Set[int]) -> None:
+        """Adds, by the id of the original, the replica's copies of what has not ``changed``."""
+
+
 class Copyings(dict[int, Copying]):
     """The ``Copying`` of each replica, made when it is asked for.
 
@@ -101,7 +105,7 @@ class Copyings(dict[int, Copying]):
         module: nn.Module,
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Iterable[CopyFollower],
+        peers: Iterable[CopySource],
         changed: Set[int] = frozenset(),
     ) -> None:
         self._changed = changed

@@ -36,10 +36,10 @@ from lockstep.mirroring.module.wrappers import with_memory
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.device.streams import allocating_on
+from lockstep.replicas.owner import Owner
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.gradient_sums import GradientSums
-    from lockstep.strategies.base import Strategy
 
 _CONVERSION_ERROR = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
 _INIT_MARK = "_made"
@@ -102,7 +102,7 @@ class MirroredModule(nn.Module):
 
     def __init__(
         self,
-        owner: Strategy,
+        owner: Owner,
         copies: Sequence[nn.Module],
         partition: PartitionPolicy,
         peers: Callable[[], Iterable[CopyFollower]],
@@ -476,7 +476,7 @@ MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 
 
 def mirror_module(
-    owner: Strategy,
+    owner: Owner,
     module: nn.Module,
     partition: PartitionPolicy,
     peers: Callable[[], Iterable[CopyFollower]],

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Settings
 from lockstep.mirroring.gradients.state import GradientHome, GradientState
-from lockstep.mirroring.optim.step import Totals, slices_of
+from lockstep.mirroring.optim.step import slices_of
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context
-from lockstep.replicas.hooks import current_observer
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.hooks import Totals, current_observer
+from lockstep.replicas.owner import Owner
 
 
 class GradientSums:
@@ -41,7 +39,7 @@ class GradientSums:
 
     def __init__(
         self,
-        owner: Strategy,
+        owner: Owner,
         parameters: Sequence[Copies],
         groups: Sequence[Sequence[int]],
         exchange: GradientExchange,
@@ -121,7 +119,7 @@ class GradientSums:
                 copies[leader].grad = None
 
 
-def run_in_replicas(owner: Strategy, half: Callable[..., Any], *args: Any) -> Any:
+def run_in_replicas(owner: Owner, half: Callable[..., Any], *args: Any) -> Any:
     """Runs a half of an update in every local replica, for a caller outside replicas; returns the merged results."""
     return owner.run(_in_replica, (half, *args))
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,13 +25,12 @@ from lockstep.mirroring.gradients.state import GradientHome, GradientState
 from lockstep.mirroring.optim.gradient_sums import MakeSums, run_in_replicas
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
-from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
+from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, UpdateTimes
 from lockstep.mirroring.optim.step_hooks import replaced_step
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+from lockstep.replicas.hooks import Totals
+from lockstep.replicas.owner import Owner
 
 _SCALER = "torch.amp.grad_scaler"
 
@@ -52,7 +51,7 @@ class MirroredOptimizer(Optimizer):
 
     def __init__(
         self,
-        owner: Strategy,
+        owner: Owner,
         optimizer: Optimizer,
         find_copies: Callable[[], Mapping[int, Copies]],
         make_sums: MakeSums,

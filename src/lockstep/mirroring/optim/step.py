@@ -31,7 +31,7 @@ from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.hooks import current_observer
+from lockstep.replicas.hooks import Totals, current_observer
 
 _LOG = logging.getLogger("lockstep")
 
@@ -56,14 +56,6 @@ class UpdateTimes:
 
 
 _NUM_MOMENTS = len(UpdateTimes.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """One replica's sums since the last update: of its loss values, and of examples, or tokens."""
-
-    total: Number
-    count: Number
 
 
 @dataclass(frozen=True)

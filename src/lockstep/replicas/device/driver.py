@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -252,7 +252,10 @@ def driver_of(device: LogicalDevice) -> DeviceDriver | None:
 
 def gpu_driver(physical: PhysicalDevice) -> DeviceDriver | None:
     """The driver of a physical device; None for a CPU."""
-    return None if physical.kind == "CPU" else physical.driver or _driver()
+    if physical.kind == "CPU":
+        return None
+    # ``config`` stands below this package, and does not name the type of the driver that it keeps.
+    return _driver() if physical.driver is None else cast("DeviceDriver", physical.driver)
 
 
 @cache

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.driver import DeviceDriver, PoolUse, StreamEvent, driver_of
 from lockstep.replicas.device.memory import MB, DeviceMemory, out_of_memory, over_limit
+from lockstep.replicas.issue_gate import IssueGate
 
 
 class GpuReplica:

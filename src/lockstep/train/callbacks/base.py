@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from lockstep import console
 from lockstep.checks import check_choice, check_number, shown
@@ -21,9 +21,7 @@ from lockstep.errors import (
 )
 from lockstep.train.logs import LEARNING_RATE, copy_logs
 from lockstep.train.summed_metric import SummedMetric
-
-if TYPE_CHECKING:
-    from lockstep.train.model import Model
+from lockstep.train.trained_model import TrainedModel
 
 Logs = Mapping[str, float]
 """What hooks receive: numbers by name, such as ``{"loss": 0.3, "val_loss": 0.4}``; empty for hooks without numbers.
@@ -60,10 +58,10 @@ class Callback:
 
     def __init__(self) -> None:
         self.params: dict[str, Any] = {}
-        self._model: Model | None = None
+        self._model: TrainedModel | None = None
 
     @property
-    def model(self) -> Model:
+    def model(self) -> TrainedModel:
         """The Model that runs this callback, once ``set_model`` was called."""
         if self._model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet; hand it to fit(callbacks=[...])")
@@ -73,7 +71,7 @@ class Callback:
         """Called with the parameters of the run before it begins."""
         self.params = params
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: TrainedModel) -> None:
         """Called with the Model before the run begins."""
         self._model = model
 
@@ -173,7 +171,7 @@ class CallbackList:
     Each gets the model and ``params``. An exception of a callback becomes a CallbackError, here and nowhere else.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
+    def __init__(self, callbacks: Sequence[Callback], *, model: TrainedModel, params: Mapping[str, Any]) -> None:
         instances: Sequence[Any] = callbacks
         for instance in instances:
             if not isinstance(instance, Callback):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.collectives.replica_barrier import IssueGate
+from lockstep.replicas.issue_gate import IssueGate
 
 LIMIT_S = 10.0
 
@@ -78,7 +78,7 @@ def test_an_interrupted_holder_hands_its_turn_on(monkeypatch: pytest.MonkeyPatch
     turns = IssueGate(1)
     turns.acquire()
     lock = InterruptedLock()
-    monkeypatch.setattr("lockstep.collectives.replica_barrier.threading.Lock", lambda: lock)
+    monkeypatch.setattr("lockstep.replicas.issue_gate.threading.Lock", lambda: lock)
     with pytest.raises(Interrupted):
         turns.acquire()
     monkeypatch.undo()

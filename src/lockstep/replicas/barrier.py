@@ -1,4 +1,4 @@
-"""The barrier at which the replica threads of one run meet, and the gate through which they issue work.
+"""The barrier at which the replica threads of one run meet.
 
     replica 0 --- meet(all_reduce) --.
     replica 1 --- meet(all_reduce) ---+-- the last to arrive combines the values -- all go on with the result
@@ -13,79 +13,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from lockstep.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from lockstep.replicas.device.driver import StreamEvent
-    from lockstep.replicas.device.streams import GpuSlot, RunStreams
+from lockstep.replicas.device.driver import StreamEvent
+from lockstep.replicas.device.streams import GpuSlot, RunStreams
+from lockstep.replicas.issue_gate import IssueGate
 
 SIGNALS_SEEN_EVERY_S = 0.2
 """Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
-IssueSlot: TypeAlias = "IssueGate | GpuSlot"
+IssueSlot = IssueGate | GpuSlot
 """A replica's permission to issue work. Only that replica's thread uses it."""
-
-
-class IssueGate:
-    """A first-come, first-served gate for ``width`` replicas, and the issue slot of replicas on a CPU.
-
-    It is made anew for every run, so that an aborted run cannot leave it closed.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._lock = threading.Lock()
-        self._free = width
-        self._waiting: deque[threading.Lock] = deque()
-
-    def acquire(self) -> None:
-        """Takes a slot, after those who asked earlier. One that is interrupted passes on a slot it was just given."""
-        gate = threading.Lock()
-        gate.acquire()
-        try:
-            with self._lock:
-                if self._free > 0:
-                    self._free -= 1
-                    return
-                self._waiting.append(gate)
-            gate.acquire()
-        except BaseException:
-            self._withdraw(gate)
-            raise
-
-    def release(self) -> None:
-        """Gives the slot to whoever has waited longest."""
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._free += 1
-
-    def check(self) -> None:
-        """Checks what the replica has done before others use its results."""
-
-    def record_event(self) -> StreamEvent | None:
-        """An event behind what the replica has queued; None on a CPU, which has finished when a call returns."""
-        return None
-
-    def with_default_rng(self) -> AbstractContextManager[None]:
-        """A block of work for all replicas, which draws no random numbers of this one's device."""
-        return nullcontext()
-
-    def naming_device(self) -> AbstractContextManager[None]:
-        """A block in which an out-of-memory error names the logical device."""
-        return nullcontext()
-
-    def _withdraw(self, gate: threading.Lock) -> None:
-        with self._lock:
-            if gate in self._waiting:
-                self._waiting.remove(gate)
-                return
-        self.release()
 
 
 class ReplicaStopped(BaseException):

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lockstep.collectives.replica_barrier import Call, IssueGate, ReplicaBarrier, ReplicaStopped
 from lockstep.errors import CollectiveError
+from lockstep.replicas.barrier import Call, ReplicaBarrier, ReplicaStopped
+from lockstep.replicas.issue_gate import IssueGate
 
 NAMES = ["replica 0 (cpu:0)", "replica 1 (cpu:1)", "replica 2 (cpu:2)"]
 LIMIT_S = 20.0

@@ -1,0 +1,29 @@
+"""What replicas, and the objects that are mirrored on them, use of the strategy that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.reduce import ReduceOp
+from lockstep.config import LogicalDevice
+
+
+class Owner(Protocol):
+    """A strategy as replicas and mirrored objects see it. ``strategies.base.Strategy`` describes the members."""
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]: ...
+    @property
+    def workers(self) -> Communicator: ...
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = ..., kwargs: Mapping[str, Any] | None = ...) -> Any: ...
+    def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = ...) -> Any: ...
+    def local_results(self, value: Any) -> tuple[Any, ...]: ...
+    def computing_alike(self) -> AbstractContextManager[None]: ...
+    def changes_spread(self) -> AbstractContextManager[None]: ...
+    def mirrored_parameters(self) -> set[int]: ...
