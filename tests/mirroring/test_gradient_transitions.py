@@ -6,8 +6,10 @@ how many passes it counts, whatever states they went through.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import pytest
 import torch
@@ -217,7 +219,7 @@ class ByHand(Training):
 
     def __init__(self, strategy: MirroredStrategy) -> None:
         super().__init__(strategy)
-        del self.optimizer
+        del self.optimizer  # nothing else holds it
 
     def mirror_optimizer(self) -> None:
         self.optimizer = self.strategy.mirror(torch.optim.SGD(self.net.parameters(), 1.0))
@@ -245,6 +247,25 @@ def test_an_optimizer_goes_on_with_the_gradients_of_an_update_by_hand(
     training.mirror_optimizer()
     training.run_that_fails()
     assert training.state == "LOST"
+
+
+@pytest.mark.parametrize("sums_by_hand", [True, False])
+def test_an_optimizer_that_is_dropped_is_gone_at_once(sums_by_hand: bool, training: Training):
+    gone = ref(training.optimizer)
+    gc.disable()
+    try:
+        training.run_with_pass()
+        training.step()
+        del training.optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    if not sums_by_hand:
+        training.optimizer = training.strategy.mirror(torch.optim.SGD(training.net.parameters(), 1.0))
+    training.net.zero_grad()
+    training.run_with_pass()
+    assert training.net.weight.grad is not None
+    assert training.net.weight.grad[0].tolist() == training.rows.sum(0).tolist()
 
 
 def test_gradients_of_several_modules_without_an_optimizer_are_summed_in_the_first_run(make_strategy: MakeStrategy):

@@ -304,14 +304,12 @@ class MirroredOptimizer(Optimizer):
             self.gradient_sums.exchange,
             hooks=self.hooks,
             on_gpus=on_gpus,
-            find_other_parameters=self._other_parameters,
+            # No method of this object: in a cycle, an optimizer that the program has dropped would hold its gradients,
+            # beside those of the next one over the same weights, until the garbage collector runs.
+            find_other_parameters=functools.partial(
+                _other_parameters, self.parameters, self._find_copies, self._partition
+            ),
         )
-
-    def _other_parameters(self) -> list[Copies]:
-        """The parameters of mirrored modules that this optimizer does not hold, and what they were made of."""
-        ids = {id(copies[0]) for copies in self.parameters}
-        foreign = (copies for first, copies in self._find_copies().items() if first not in ids)
-        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in foreign]
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -331,6 +329,15 @@ class MirroredOptimizer(Optimizer):
             self.sum_gradients()
         run_in_replicas(self._owner, self._update.apply)
         gradients.home = GradientHome.REPLICAS
+
+
+def _other_parameters(
+    parameters: Sequence[Copies], find_copies: Callable[[], Mapping[int, Copies]], partition: PartitionPolicy
+) -> list[Copies]:
+    """The parameters of mirrored modules that are none of ``parameters``, and what they were made of."""
+    ids = {id(copies[0]) for copies in parameters}
+    foreign = (copies for first, copies in find_copies().items() if first not in ids)
+    return [(*copies, *_unless_same(partition.source_of(copies[0]), copies[0])) for copies in foreign]
 
 
 def _unless_same(source: nn.Parameter, parameter: nn.Parameter) -> tuple[nn.Parameter, ...]:
