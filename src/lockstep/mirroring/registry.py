@@ -75,6 +75,7 @@ class MirroredObjects:
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._without_sums_cache: list[tuple[nn.Parameter, ...]] | None = None
         self._has_warned = False
+        self._num_optimizers = 0  # those that the cache knows
         self._stepped_twice: set[int] = set()
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
@@ -159,7 +160,9 @@ class MirroredObjects:
 
     def _without_sums(self) -> list[tuple[nn.Parameter, ...]]:
         """The copies of each parameter whose gradients nothing sums."""
-        if self._without_sums_cache is None:
+        # The program may have dropped an optimizer, whose parameters are then summed by hand.
+        if self._without_sums_cache is None or len(self.optimizers) != self._num_optimizers:
+            self._num_optimizers = len(self.optimizers)
             times = Counter(id(copies[0]) for sums in self.gradient_sums() for copies in sums.parameters)
             self._without_sums_cache = [copies for copies in self._parameters() if id(copies[0]) not in times]
             self._stepped_twice = {number for number, count in times.items() if count > 1}
