@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from tests.house import bound_names, is_no_noun
 
 ROOT = Path(__file__).parents[1]
 ENGINE, TOOLS = ROOT / "src" / "lockstep", ROOT / "src" / "lockstep_tools"
@@ -394,6 +396,14 @@ def test_a_circle_of_imports_is_seen(back: str):
 
     assert sorted(set(modules)) == ["lockstep.train.a", "lockstep.train.b", "lockstep.train.c"]
     assert modules[0] == modules[-1]
+
+
+def test_names_are_nouns():
+    names = [name for source in sources() for name in bound_names(source.tree)]
+
+    assert is_no_noun("_each")
+    assert not is_no_noun("each_row")
+    assert sum(map(is_no_noun, names)) <= 0.01 * len(names), Counter(filter(is_no_noun, names)).most_common(9)
 
 
 def test_no_test_sleeps():
