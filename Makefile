@@ -10,7 +10,7 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all check bench bench-test gpu house docs clean
+.PHONY: help demo test test-slow test-pages test-all check bench bench-test gpu house docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,7 +35,10 @@ test: $(STAMP) ## run the tests that guard the promises (six minutes on two core
 	@$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run the tests that `make test` leaves out
-	@$(PYTEST) -m slow
+	@$(PYTEST) -m "slow and not pages"
+
+test-pages: $(STAMP) ## run the tutorials and the commands of the documentation's pages, as their readers do
+	@$(PYTEST) -m "slow and pages"
 
 test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (fifteen minutes on two cores)
 	@$(PYTEST)

@@ -131,6 +131,7 @@ def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., su
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize("page", all_but_readme_slow(WITH_BASH), ids=name_of)
+@pytest.mark.pages
 def test_the_bash_of_a_page_runs(page: Path, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
     blocks = runnable_bash(page)

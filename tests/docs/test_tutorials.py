@@ -17,7 +17,7 @@ from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pages]
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted(path for path in (ROOT / "docs/tutorials").glob("*.md") if "\n```{code-cell}" in path.read_text())
