@@ -89,10 +89,11 @@ def holding(mb_per_row: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.workers
 def test_real_allocations_are_measured_and_kept_below_the_limit():
-    found = ls.find_batch_size(holding(8), aim="memory", start=8, memory_limit_mb=500, margin=0.1)
+    # A trial begins with the packages that this process has imported: over 400 MB where transformers is one of them.
+    found = ls.find_batch_size(holding(8), aim="memory", start=8, memory_limit_mb=1000, margin=0.1)
 
     resting_mb = found.trials[0].memory[0].peak_mb - 8 * 8
-    fitting = (0.9 * 500 - resting_mb) / 8
+    fitting = (0.9 * 1000 - resting_mb) / 8
     assert fitting * 15 / 16 - 2 <= found.batch_size <= fitting + 1
     assert f"batch size {found.batch_size}" in str(found)
     refused = [trial for trial in found.trials if not trial.fits]
