@@ -34,13 +34,13 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 test: $(STAMP) ## run the tests that guard the promises (six minutes on two cores)
 	@$(PYTEST) -m "not slow"
 
-test-slow: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run the tests that `make test` leaves out
+test-slow: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run the tests that `make test` leaves out (twenty minutes or more on two cores)
 	@$(PYTEST) -m "slow and not pages"
 
 test-pages: $(STAMP) ## run the tutorials and the commands of the documentation's pages, as their readers do
 	@$(PYTEST) -m "slow and pages"
 
-test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (fifteen minutes on two cores)
+test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (half an hour on two cores)
 	@$(PYTEST)
 
 check: $(STAMP) ## lint, formatting, types for every supported Python, and the order of imports

@@ -52,7 +52,9 @@ class RunCount:
     row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``watch.rows.RowOutputs`` says
     has_warned: bool = False  # of rows that are combined
     has_read: bool = False  # numbers from rows, by Python or NumPy
-    kept: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each replica: what its modules have kept
+    module_states: list[dict[str, torch.Tensor]] = field(
+        default_factory=list
+    )  # of each replica: what its modules have kept
     is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
 
 

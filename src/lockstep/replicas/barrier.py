@@ -44,7 +44,7 @@ class _Meeting:
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
     events: list[StreamEvent] = field(default_factory=list)
-    done: bool = False
+    is_complete: bool = False
     result: Any = None
     result_events: Sequence[StreamEvent] = ()
 
@@ -63,13 +63,13 @@ class ReplicaBarrier:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._meeting = _Meeting()
-        self._left: dict[int, str] = {}
+        self._departures: dict[int, str] = {}
         self.cause: BaseException | None = None
 
     @property
     def missing(self) -> list[str]:
         with self._lock:
-            return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
+            return [name for replica, name in enumerate(self._replicas) if replica not in self._departures]
 
     def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], slot: IssueSlot) -> Any:
         """Waits until all replicas are at ``call``; the last to arrive runs ``combine``, whose result all receive.
@@ -90,7 +90,7 @@ class ReplicaBarrier:
             meeting.values[replica] = value
             if event is not None:
                 meeting.events.append(event)
-            if self._left or len({call.name for call in meeting.calls.values()}) > 1:
+            if self._departures or len({call.name for call in meeting.calls.values()}) > 1:
                 raise self._end(self._explain(meeting))
             complete = len(meeting.calls) == len(self._replicas)
         if complete:
@@ -108,7 +108,7 @@ class ReplicaBarrier:
     def leave(self, replica: int, error: BaseException | None = None) -> None:
         """Notes that a replica has returned, or failed with ``error``, and wakes those who wait for it."""
         with self._lock:
-            self._left[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
+            self._departures[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
             if error is not None and not isinstance(error, ReplicaStopped):
                 self._end(error)
             elif self.cause is None and self._meeting.calls:
@@ -128,13 +128,13 @@ class ReplicaBarrier:
     def wait_until_settled(self) -> None:
         """Waits until every replica has returned or failed, or the run has an error. For the owner of the run."""
         with self._lock:
-            while self.cause is None and len(self._left) < len(self._replicas):
+            while self.cause is None and len(self._departures) < len(self._replicas):
                 self._changed.wait(SIGNALS_SEEN_EVERY_S)
 
     def wait_until_left(self, timeout_s: float | None) -> bool:
         """Waits until every replica has returned or failed; False if ``timeout_s`` seconds pass first."""
         with self._lock:
-            return self._changed.wait_for(lambda: len(self._left) == len(self._replicas), timeout_s)
+            return self._changed.wait_for(lambda: len(self._departures) == len(self._replicas), timeout_s)
 
     def _complete(self, meeting: _Meeting, combine: Callable[[list[Any]], Any]) -> Any:
         values = [meeting.values[replica] for replica in range(len(self._replicas))]
@@ -150,7 +150,7 @@ class ReplicaBarrier:
             raise
         with self._lock:
             self._stop_if_ended()
-            meeting.result, meeting.done = result, True
+            meeting.result, meeting.is_complete = result, True
             meeting.values.clear()
             meeting.events.clear()
             self._meeting = _Meeting()
@@ -160,7 +160,7 @@ class ReplicaBarrier:
     def _wait(self, meeting: _Meeting) -> Any:
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
-            while not meeting.done:
+            while not meeting.is_complete:
                 self._stop_if_ended()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise self._end(self._explain(meeting, f"nobody else came within {self._timeout_s:g} s: "))
@@ -181,7 +181,7 @@ class ReplicaBarrier:
         for replica, name in enumerate(self._replicas):
             call = meeting.calls.get(replica)
             if call is None:
-                states.append(f"{name} {self._left.get(replica, 'is still running')}")
+                states.append(f"{name} {self._departures.get(replica, 'is still running')}")
             else:
                 states.append(f"{name} waits in {call.name}{f' at {call.where}' if call.where else ''}")
         return CollectiveError(

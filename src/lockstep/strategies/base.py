@@ -297,7 +297,7 @@ class Strategy(ABC):
         if arguments is not None and self._checks_rows(fn, count):
             row_check = RowCheck(fn, self._mirrored.modules, self.function_modes, rows, count=count)
             shards = distributed_leaves(arguments, len(bodies))
-            bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
+            bodies = [partial(row_check.run, *of_replica) for of_replica in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
             distributed, replicas_in_sync = arguments is not None, self.num_replicas_in_sync

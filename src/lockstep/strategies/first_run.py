@@ -251,7 +251,7 @@ class FirstRun:
         yield from (((0, "", name), value) for name, value in captured_by(self._fn))
         owner = attribute_of(self._fn, "__self__")
         if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in value_ids:
-            mutable = _wanted_in(f"{type(owner).__name__}.", vars(owner).items(), _is_mutable)
+            mutable = _matches_in(f"{type(owner).__name__}.", vars(owner).items(), _is_mutable)
             yield from (((0, "", name), value) for name, value in mutable)
 
     def _changed(self, before: Captures) -> Iterator[tuple[str, str, Any]]:
@@ -455,16 +455,16 @@ def _is_scaler(value: Any) -> bool:
     return is_kind(value, torch.amp.GradScaler)
 
 
-def captured_by(fn: Any, wanted: Callable[[Any], bool] = _is_mutable) -> Iterator[tuple[str, Any]]:
+def captured_by(fn: Any, matches: Callable[[Any], bool] = _is_mutable) -> Iterator[tuple[str, Any]]:
     """Names and values that a function can reach and change: in its closure, its object and its module's globals.
 
-    These are containers, numbers, tensors, random generators and None, or what else is ``wanted``, also as attributes
+    These are containers, numbers, tensors, random generators and None, or what else ``matches``, also as attributes
     of the user's objects.
     """
     # Arguments of partials are reached like names of a closure.
     while is_kind(fn, partial):
         arguments = ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args))
-        yield from _wanted_in("", arguments, wanted)
+        yield from _matches_in("", arguments, matches)
         fn = fn.func
     plain = plain_function(fn)
     code: CodeType | None = attribute_of(plain, "__code__")
@@ -472,23 +472,23 @@ def captured_by(fn: Any, wanted: Callable[[Any], bool] = _is_mutable) -> Iterato
     if code is not None and code.co_filename.startswith(LIBRARIES):
         return
     if owner is not None and not is_kind(owner, (nn.Module, ModuleType)):
-        yield from _wanted_in(f"{type(owner).__name__}.", (attributes_of(owner) or {}).items(), wanted)
+        yield from _matches_in(f"{type(owner).__name__}.", (attributes_of(owner) or {}).items(), matches)
     if code is not None:
         cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
-        yield from _wanted_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)], wanted)
-        yield from _wanted_in("", [(name, plain.__globals__.get(name)) for name in code.co_names], wanted)
+        yield from _matches_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)], matches)
+        yield from _matches_in("", [(name, plain.__globals__.get(name)) for name in code.co_names], matches)
 
 
-def _wanted_in(
-    prefix: str, items: Iterable[tuple[str, Any]], wanted: Callable[[Any], bool]
+def _matches_in(
+    prefix: str, items: Iterable[tuple[str, Any]], matches: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """Those of the given names and values that are wanted, and such attributes of the user's objects."""
+    """Those of the given names and values that match, and such attributes of the user's objects."""
     for name, value in items:
-        if wanted(value):
+        if matches(value):
             yield prefix + name, value
         elif not is_kind(value, nn.Module) and _is_of_the_user(value):
             for attribute, member in (attributes_of(value) or {}).items():
-                if wanted(member):
+                if matches(member):
                     yield f"{prefix}{name}.{attribute}", member
 
 

@@ -53,13 +53,15 @@ class RowCheck:
         # is known from the first run: only a profile function sees it.
         calls_collectives = count.look is not None and count.look.calls_collectives
         self._passes = [Passes(calls_collectives=calls_collectives) for _ in rows]
-        self._kept: list[dict[str, Tensor]] = [{} for _ in rows]
+        self._module_states: list[dict[str, Tensor]] = [{} for _ in rows]
         self._watches = [
-            self._watch(mode, number or 0, passes, kept)
-            for mode, number, passes, kept in zip(modes, rows, self._passes, count.kept or self._kept, strict=True)
+            self._watch(mode, number or 0, passes, state)
+            for mode, number, passes, state in zip(
+                modes, rows, self._passes, count.module_states or self._module_states, strict=True
+            )
         ]
 
-    def _watch(self, mode: ReplicaRng, rows: int, passes: Passes, kept: Mapping[str, Tensor]) -> RowWatch | None:
+    def _watch(self, mode: ReplicaRng, rows: int, passes: Passes, state: Mapping[str, Tensor]) -> RowWatch | None:
         # One row cannot be combined with another.
         if rows < 2:
             return None
@@ -69,7 +71,7 @@ class RowCheck:
             rows,
             through_modules=follows_modules(self._count.with_rows),
             row_outputs=self._count.row_outputs,
-            module_state=kept,
+            module_state=state,
             has_read=self._count.has_read,
             is_mean=partial(is_mean_of, rows=rows),
             begins_backward=passes.begins_again_at if looks else lambda _: None,
@@ -96,7 +98,7 @@ class RowCheck:
         is_zero = any(watch.saw_zero for watch in watches)
         self._count.is_open = is_zero and not any(watch.compared for watch in watches)
         self._count.has_read = any(watch.has_read for watch in watches)
-        self._count.kept = self._kept if any(self._kept) else []
+        self._count.module_states = self._module_states if any(self._module_states) else []
         self.mixing = next((mixing for watch in watches for mixing in watch.mixings), None)
         if not self._count.has_warned:
             self._warn_of_what_was_found(watches)
@@ -133,7 +135,7 @@ class RowCheck:
             result = body()
             if watch.through_modules:
                 for module in self._modules:
-                    self._kept[replica] |= watch.kept_in(module.copies[replica])
+                    self._module_states[replica] |= watch.state_in(module.copies[replica])
             return result
 
     def _called(self, module: MirroredModule, _: Any, __: Any) -> Callable[[Any], None] | None:

@@ -284,7 +284,7 @@ class RowWatch:
                         copies[-1] = copies[-1] * 2
                     self._add(leaf, Followed(ref(leaf), tuple(copies)))
 
-    def kept_in(self, module: nn.Module) -> dict[str, Tensor]:
+    def state_in(self, module: nn.Module) -> dict[str, Tensor]:
         """The attributes of a module and its parts that depend on rows of both groups, by a name for messages."""
         attributes = {}
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
