@@ -17,11 +17,11 @@
     zero_grad        NONE         NONE         NONE         NONE         NONE         NONE
     add_param_group  NONE         REPLICAS     PARTIAL_SUM  FINAL_SUM    PARTIAL_SUM  LOST
 
-``GradientState.home`` has four of these states. NONE is REPLICAS with every ``.grad`` None, and SHOWN is any of them while
-``has_sums`` is true for every replica. A step after ``*`` is refused. This is the table of one worker with several replicas; with several workers the end of a
-run sums nothing, since all workers would have to wait for it. ``tests/mirroring/test_gradient_transitions.py`` tests
-each entry. A backward pass after a read adds to replica 0's sums, and in the other replicas takes the place of the
-copies, so that every gradient counts once.
+``GradientState.home`` has four of these states. NONE is REPLICAS with every ``.grad`` None, and SHOWN is any of them
+while ``has_sums`` is true for every replica. A step after ``*`` is refused. This is the table of one worker with
+several replicas; with several workers the end of a run sums nothing, since all workers would have to wait for it.
+``tests/mirroring/test_gradient_transitions.py`` tests each entry. A backward pass after a read adds to replica 0's
+sums, and in the other replicas takes the place of the copies, so that every gradient counts once.
 """
 
 from __future__ import annotations
