@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle import assert_close, sgd, train, vectors
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -34,38 +35,20 @@ def module() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 6, dtype=torch.float64, generator=random), torch.randint(0, 3, (n,), generator=random))
-        for n in SIZES
-    ]
-
-
-def by_hand() -> nn.Module:
-    alone = module()
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(alone(x), y).backward()
-        optimizer.step()
-    return alone
-
-
-def close(found: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(found.state_dict(), dict(expected.state_dict()), rtol=1e-9, atol=1e-12)
+    return vectors(SIZES, inputs=6)
 
 
 def test_fit_runs_no_forward_pass_without_rows_and_equals_one_device(make_strategy):
     trained = module()
     with make_strategy(4).scope():
         model = ls.Model(trained)
-        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), loss=F.cross_entropy)
+        model.compile(optimizer=sgd, loss=F.cross_entropy)
     model.fit(batches(), epochs=1, verbose=0)
-    alone = by_hand()
-    close(trained, alone)
+    alone = train(module(), batches()).module
+    assert_close(trained, alone)
     x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
     assert model.evaluate(batches(), verbose=0)["loss"] == pytest.approx(F.cross_entropy(alone(x), y).item(), rel=1e-6)
-    torch.testing.assert_close(model.predict([x for x, _ in batches()]), alone(x).detach(), rtol=1e-9, atol=1e-12)
+    assert_close(model.predict([x for x, _ in batches()]), alone(x).detach())
 
 
 def test_the_error_of_a_step_that_cannot_take_0_rows_says_so(make_strategy):
@@ -90,7 +73,7 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
     strategy = make_strategy(4)
     plain = module()
     mirrored = strategy.mirror(plain)
-    optimizer = strategy.mirror(torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9))
+    optimizer = strategy.mirror(sgd(plain.parameters()))
 
     def step(x: Tensor, y: Tensor, rows: int) -> None:
         optimizer.zero_grad()
@@ -101,7 +84,7 @@ def test_a_step_that_runs_its_passes_only_where_there_are_rows_equals_one_device
 
     for (x, y), rows in zip(strategy.distribute_dataset(batches()), SIZES, strict=True):
         strategy.run(step, (x, y, rows))
-    close(plain, by_hand())
+    assert_close(plain, train(module(), batches()).module)
 
 
 def test_has_rows_looks_at_tensors_and_lists_of_rows(make_strategy):
@@ -119,10 +102,9 @@ def test_has_rows_looks_at_tensors_and_lists_of_rows(make_strategy):
 
 def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_strategy):
     strategy = make_strategy(4)
-    plain, alone = module(), module()
+    plain = module()
     mirrored = strategy.mirror(plain)
-    optimizer = strategy.mirror(torch.optim.SGD(plain.parameters(), 0.1))
-    by_hand = torch.optim.SGD(alone.parameters(), 0.1)
+    optimizer = strategy.mirror(sgd(plain.parameters()))
 
     def step(x: Tensor, y: Tensor) -> None:
         ls.compute_average_loss(F.cross_entropy(mirrored(x), y, reduction="none")).backward()
@@ -132,11 +114,7 @@ def test_a_module_that_cannot_take_0_rows_trains_where_no_shard_is_empty(make_st
     data = batches()[:2]
     for batch in strategy.distribute_dataset(copy.deepcopy(data)):
         strategy.run(step, batch)
-    for x, y in data:
-        by_hand.zero_grad()
-        F.cross_entropy(alone(x), y).backward()
-        by_hand.step()
-    close(plain, alone)
+    assert_close(plain, train(module(), data).module)
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2"])
@@ -174,17 +152,11 @@ def test_models_of_transformers_train_and_predict_where_shards_are_empty(make_st
     for part in trained.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-    alone = copy.deepcopy(trained)
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(alone(**x), y).backward()
-        optimizer.step()
+    alone = train(copy.deepcopy(trained), data).module.eval()
     with make_strategy(4).scope():
         model = ls.Model(trained)
-        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=F.cross_entropy)
+        model.compile(optimizer=sgd, loss=F.cross_entropy)
     model.fit(data, epochs=1, verbose=0)
-    close(trained, alone)
-    alone.eval()
+    assert_close(trained, alone)
     expected = torch.cat([alone(**x) for x, _ in data]).detach()
-    torch.testing.assert_close(model.predict([x for x, _ in data]), expected, rtol=1e-9, atol=1e-12)
+    assert_close(model.predict([x for x, _ in data]), expected)

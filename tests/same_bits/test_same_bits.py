@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import assert_close, train
 from tests.tiers import partly_slow
-from torch import nn
 
 pytestmark = pytest.mark.workers
 
@@ -50,40 +50,22 @@ def test_eight_replicas_on_three_workers_have_the_bits_of_one_device(run_layout:
 
 def test_an_own_loop_has_the_numbers_of_a_loop_by_hand(one_device: Any, trainings: Any):
     case = trainings.OWN_LOOPS[trainings.EXACT]
-    module = case.net()
-    optimizer = case.optimizer(module.parameters())
-    for x, y, weight in case.data():
-        optimizer.zero_grad()
-        (trainings.per_example(module(x), y) * weight).mean().backward()
-        nn.utils.clip_grad_norm_(module.parameters(), case.clip)
-        optimizer.step()
+    alone = train(case.net(), case.data(), case.optimizer, trainings.per_example, clip_norm=case.clip)
 
-    torch.testing.assert_close(
-        one_device.results[trainings.EXACT], module.state_dict(), rtol=1e-10, atol=1e-10, check_stride=False
-    )
+    assert_close(one_device.results[trainings.EXACT], alone.module.state_dict(), 1e-10)
 
 
 def test_fit_has_the_numbers_of_a_loop_by_hand(one_device: Any, trainings: Any):
     name = f"fit: {trainings.EXACT}"
     case = trainings.FITS[name]
-    module, data, losses = case.net(), case.data(), []
-    optimizer = case.optimizer(module.parameters())
-    for _ in range(2):
-        total = 0.0
-        for index in range(0, len(data), case.settings["accumulate"]):
-            cycle = data[index : index + case.settings["accumulate"]]
-            optimizer.zero_grad()
-            loss = sum((trainings.per_example(module(x), y) * weight).sum() for x, y, weight in cycle)
-            (loss / sum(len(x) for x, _, _ in cycle)).backward()
-            nn.utils.clip_grad_norm_(module.parameters(), case.settings["clip_norm"])
-            optimizer.step()
-            total += loss.item()
-        losses.append(total / sum(len(x) for x, _, _ in data))
+    data = case.data()
+    alone = train(case.net(), data, case.optimizer, trainings.per_example, epochs=2, **case.settings)
+    module = alone.module
 
     found = one_device.results[name]
-    torch.testing.assert_close(found["weights"], module.state_dict(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found["history"]["loss"], losses, rtol=1e-10, atol=1e-10)
+    assert_close(found["weights"], module.state_dict(), 1e-10)
+    assert_close(found["history"]["loss"], alone.epoch_losses(2), 1e-10)
     expected, targets = module(torch.cat([x for x, _, _ in data])).detach(), torch.cat([y for _, y, _ in data])
-    torch.testing.assert_close(found["predict"], expected, rtol=1e-10, atol=1e-10)
+    assert_close(found["predict"], expected, 1e-10)
     for name, metric in trainings.metrics().items():
         assert found["evaluate"][name] == pytest.approx(metric(expected, targets).item(), abs=1e-6)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle import train
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
@@ -52,6 +53,10 @@ def make_module() -> nn.Module:
     return Picky(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
 def make_task(batches: Batches) -> Task:
     return Task(
         source="made up",
@@ -63,26 +68,18 @@ def make_task(batches: Batches) -> Task:
         test=(),
         metrics={},
         settings=dict,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        optimizer=optimizer,
         loss=lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"),
     )
 
 
 def one_device(warm_up: int, timed_steps: int) -> float:
     """The last loss of the plain loop over the same batches."""
-    module, batches = make_module(), Batches()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    plan = [(0, warm_up), *((epoch, 3) for epoch in range(1, 9))]
-    left, loss = warm_up + timed_steps, torch.zeros(())
-    for epoch, most in plan:
+    batches, measured = Batches(), list[tuple[Tensor, Tensor]]()
+    for epoch, most in [(0, warm_up), *((epoch, 3) for epoch in range(1, 9))]:
         batches.set_epoch(epoch)
-        for x, y in list(batches)[: min(most, left)]:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(module(x), y)
-            loss.backward()
-            optimizer.step()
-            left -= 1
-    return loss.item()
+        measured += list(batches)[:most]
+    return train(make_module(), measured[: warm_up + timed_steps], optimizer).losses[-1]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
