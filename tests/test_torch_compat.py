@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -89,23 +88,6 @@ def test_the_default_device_is_seen():
 @pytest.mark.parametrize("module", ["dynamo", "inductor"])
 def test_what_is_large_is_imported_when_it_is_used(module: str):
     assert hasattr(getattr(compat, module)(), "compile" if module == "inductor" else "lookup_backend")
-
-
-def test_a_launcher_takes_part_in_rounds_without_serving_a_store():
-    rendezvous = "torch.distributed.elastic.rendezvous"
-    backend = import_module(f"{rendezvous}.c10d_rendezvous_backend").C10dRendezvousBackend(compat.HashStore(), "run")
-    make = import_module(f"{rendezvous}.dynamic_rendezvous").DynamicRendezvousHandler.from_backend
-    handler = make("run", compat.HashStore(), backend, min_nodes=1, max_nodes=1)
-    compat.share_no_rendezvous_store(handler)
-
-    numbers = []
-    for _ in range(2):
-        handler.next_rendezvous()
-        numbers.append(compat.rendezvous_round(handler))
-    compat.leave_rendezvous(handler, timeout_s=1.0)
-
-    assert numbers == [(0, 1), (1, 1)]
-    assert compat.rendezvous_round(handler) == (2, 0)
 
 
 class FailedGraph:

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -403,32 +402,6 @@ def detect_fake_mode(inputs: Any) -> Any:
 def library_path() -> str:
     """The file of torch's C++ extension."""
     return torch._C.__file__
-
-
-def share_no_rendezvous_store(handler: Any) -> None:
-    """Keeps a ``DynamicRendezvousHandler`` from serving a store of its own, on all interfaces, for all rounds."""
-    with _probe("elastic jobs"):
-        handler._bootstrap_store_info, handler._shared_tcp_store_server  # noqa: B018
-    # torch 2.13, ``DynamicRendezvousHandler.next_rendezvous``: it makes a TCPStore where these are None, and otherwise
-    # uses what is there.
-    handler._bootstrap_store_info = handler._shared_tcp_store_server = object()
-
-
-def rendezvous_round(handler: Any) -> tuple[int, int]:
-    """The number of the round that a ``DynamicRendezvousHandler`` last saw, and how many take part in it."""
-    with _probe("elastic jobs"):
-        state = handler._state_holder.state
-        return int(state.round), len(state.participants)
-
-
-def leave_rendezvous(handler: Any, timeout_s: float) -> None:
-    """Takes a launcher out of the round that it is in; otherwise the others wait until its heartbeats are missed."""
-    with _probe("elastic jobs"):
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
-
-        handler._stop_heartbeats()
-        run: Callable[[Any, float], None] = handler._op_executor.run
-    run(_RendezvousExitOp(), time.monotonic() + timeout_s)
 
 
 _PROFILER_SYMBOLS = {

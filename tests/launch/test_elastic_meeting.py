@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import pickle
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +10,10 @@ import pytest
 from lockstep._torch_compat import HashStore
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.elastic import find_casualties
-from lockstep.launch.elastic_meeting import CheckedBackend, Elastic, HostState, Plan, decide
+from lockstep.launch.elastic_meeting import Attendance, Elastic, HostRecord
+from lockstep.launch.elastic_plan import HostState, Plan, decide
 from lockstep.launch.failures import FailureRecord, WorkerFailure
+from lockstep.launch.store_link import StoreLink
 from lockstep.membership.failure_report import FailureReport
 
 
@@ -148,19 +147,30 @@ def test_lost_workers_are_told_from_failures_and_from_their_victims(failures, ru
     assert (found.losses, found.has_failed) == (lost, failed)
 
 
-class Malicious:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("made-by-a-pickle",)
+@pytest.fixture
+def link() -> Iterator[StoreLink]:
+    link = StoreLink(HashStore)
+    yield link
+    link.close()
 
 
-def test_what_a_stranger_writes_into_the_store_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    store = HashStore()
-    backend = CheckedBackend(store, "run")
-    store.set("torch.rendezvous.run", base64.b64encode(pickle.dumps(Malicious())).decode())
+def test_a_launcher_is_there_as_long_as_its_number_changes(link: StoreLink):
+    record = HostRecord(ticket="1", state=host())
+    link.set("lockstep/launch/host/0", record.to_json())
+    link.set("lockstep/launch/beat/0", "1")
+    attendance = Attendance(link, 1)
 
-    for ask in (backend.get_state, lambda: backend.set_state(b"", b"another")):
-        with pytest.raises(ClusterError, match="something else than the state of their rendezvous"):
-            ask()
+    assert attendance.look(60) == [record]
+    assert attendance.look(0) == []
+    link.set("lockstep/launch/host/0", "")
+    link.set("lockstep/launch/beat/0", "2")
+    assert attendance.look(60) == []
 
-    assert not (tmp_path / "made-by-a-pickle").exists()
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", '{"ticket": "1", "state": {"index": 0}}'])
+def test_what_a_stranger_writes_into_the_store_is_refused(link: StoreLink, text: str):
+    link.set("lockstep/launch/host/0", text)
+    link.set("lockstep/launch/beat/0", "1")
+
+    with pytest.raises(ClusterError, match="something else than what launchers tell each other"):
+        Attendance(link, 1).look(60)

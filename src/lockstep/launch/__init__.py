@@ -5,7 +5,9 @@ function) and ``jobs`` (a function or a program in workers, and each worker's sh
 
 agent            torch's elastic agent: starts, watches, restarts and ends the workers of this host
 rendezvous       how the launchers of several hosts find each other
-elastic_meeting  the same in an elastic job, again and again: who is left, and who starts how many workers
+elastic_meeting  the same in an elastic job, again and again: who is there, and what the first launcher decides
+elastic_plan     that decision: who starts how many workers, or why the job ends
+store_link       a launcher's connection to the store of an elastic job
 elastic          the agent of an elastic job: tells lost workers from failures, and takes in those that come back
 output           what the workers print: log files, and the terminal
 worker           the life of a worker process, and the files that it shares with the launcher; imports no torch

@@ -23,9 +23,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep._torch_compat import Store
 from lockstep.launch.agent import Agent, Limits, WorkerSetup
-from lockstep.launch.elastic_meeting import ElasticMeeting, JobEndedError, RoundEnd, StoreLostError
+from lockstep.launch.elastic_meeting import ElasticMeeting, JobEndedError, RoundEnd
 from lockstep.launch.failures import WorkerFailure
 from lockstep.launch.side_effects import handle_sigterm_once
+from lockstep.launch.store_link import StoreLostError
 from lockstep.membership.failure_report import FailureReport
 
 _POLL_S = 0.05
@@ -147,7 +148,7 @@ class ElasticAgent(Agent):
         self._setup.slots = self._slots
         spec.local_world_size = size
         # torch's agent tells the workers that they were restarted so often; each round's number is its own.
-        self._remaining_restarts = spec.max_restarts - self._meeting.number
+        self._remaining_restarts = spec.max_restarts - self._meeting.plan.number
         return [
             Worker(
                 local_rank=local,

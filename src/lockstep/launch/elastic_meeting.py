@@ -1,59 +1,49 @@
 """How the launchers of an elastic job meet, one on each host, again and again.
 
-Each time they meet a round begins, with workers of its own: torch's dynamic rendezvous says which launchers are in it
-and numbers it. It does not know of workers, so the launchers then tell each other theirs, and the first one decides.
+Each time they meet a round begins, with workers of its own. Every launcher tells the others its state, under a ticket
+that is new for each meeting, and the first one decides who is in the round (``elastic_plan``).
 
 launcher: HostState --.                    .--> Plan: how many workers each host starts, and where their store is
                        `-> first: decide() -'
 launcher: HostState --'                     `-> or why the job ends
 
-The first host of the list serves the launchers' store and lasts as long as the job; all others may come and go.
+The first host of the list serves the launchers' store and lasts as long as the job; all others may come and go. So it
+alone decides, and the launchers need no agreement among equals. Each one counts up a number every second; whose number
+stands still is gone. A host whose ticket is not in the round's plan waits for the next round.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
-from typing import Any, TypeVar
 
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvous_round, share_no_rendezvous_store
+from lockstep._torch_compat import HashStore, Store
 from lockstep.checks import check_seconds
 from lockstep.cluster.environment import parse_torchrun
 from lockstep.cluster.spec import ClusterSpec, parse_address
 from lockstep.cluster.variables import JOB_ID_VARIABLE
 from lockstep.errors import ClusterError, ConfigError
+from lockstep.launch.elastic_plan import HostState, Plan, decide
 from lockstep.launch.rendezvous import LOOPBACK, Hosts, LauncherRendezvous
+from lockstep.launch.store_link import CALL_TIMEOUT_S, StoreLink, StoreLostError
 from lockstep.membership.failure_report import FailureReport
-from lockstep.membership.rendezvous import Deadline
+from lockstep.membership.rendezvous import Deadline, join_names
 from lockstep.membership.store import (
     OWNER_KEY,
     StoreAddress,
     StoreBrokenError,
-    StoreClient,
     StoreKeys,
-    StoreSilentError,
     find_store,
     listen,
     read,
@@ -61,25 +51,15 @@ from lockstep.membership.store import (
     serve_store,
 )
 
-T = TypeVar("T")
-
-_RUN_KEY = "lockstep/launch/run"
-_CALL_TIMEOUT_S = 5.0
+_KEY = "lockstep/launch"
+_RUN_KEY, _PLAN_KEY, _PRESENT_KEY = f"{_KEY}/run", f"{_KEY}/plan", f"{_KEY}/present"
 _POLL_S = 0.1
-_COLLECT_TIMEOUT_S = 10.0
+_BEAT_S = 1.0
+# A launcher that is silent for so long has left its round: sooner than workers are lost.
+_GONE_AFTER_S = 8.0
+# A meeting waits so long for a silent one. Who was only slow comes back as a host that waits for its turn.
+_AWAITED_S = 3.0
 _GOODBYE_TIMEOUT_S = 3.0
-# A launcher without a sign of life for so many seconds is out of the round: sooner than workers are lost.
-_KEEP_ALIVE_S, _KEEP_ALIVES = 1, 8
-# After a loss the others wait so long for one that has not come; torch looks once a second.
-_LAST_CALL = timedelta(seconds=3)
-_AGAIN = "again"
-_STATE_CLASSES = {
-    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
-    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
-    ("datetime", "datetime"),
-    ("datetime", "timedelta"),
-    ("datetime", "timezone"),
-}
 
 
 class RoundEnd(StrEnum):
@@ -107,166 +87,76 @@ class Elastic:
         check_seconds("rejoin_s", self.rejoin_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostState:
-    """What a launcher tells the others at the beginning of a round."""
-
-    index: int  # the host's place in the list
-    name: str  # the host in messages
-    capacity: int  # workers that it can run
-    survivors: int  # how many of them were not lost
-    losses: tuple[str, ...] = ()  # who was lost since the last round, and how
-    back: int = 0  # how many workers are started again that were lost earlier
-    failure: str = ""  # how the program failed here
-    finished: bool = False  # its workers have ended, and none with an error
-    restarts: int = 0  # how often all workers were restarted after a failure
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the first launcher of a round decides."""
-
-    sizes: tuple[int, ...] = ()  # how many workers each host starts, in the order of the launchers
-    line: str = ""  # what has changed, for people; empty at the start of the job
-    restarts: int = 0  # how often all workers were restarted after a failure
-    end: str = ""  # why the job ends instead
-    finished: bool = False  # the job ends because all is done
-    address: str = ""  # where the workers' store is
-    port: int = 0
-
-
-def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: int, max_restarts: int) -> Plan | None:
-    """What the hosts of a round do, ``before`` being those of the last one. None: wait for more hosts. Pure.
-
-    A loss comes before a failure: programs that do not use Lockstep fail when they lose each other.
-    """
-    if before and all(host.finished for host in hosts):
-        return Plan(finished=True)
-    survivors, capacity = sum(host.survivors for host in hosts), sum(host.capacity for host in hosts)
-    if capacity < minimum:
-        return None
-    changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
-    stayed = [host for host in hosts if host.index in {host.index for host in before}]
-    has_losses = any(host.losses for host in stayed) or len(stayed) < len(before)
-    failure = "" if has_losses else next((host.failure for host in stayed if host.failure), "")
-    if not failure and survivors >= minimum:
-        line = f"{'; '.join(changes)}; {_workers(survivors)} on" if changes else ""
-        return Plan(sizes=tuple(host.survivors for host in hosts), line=line, restarts=restarts)
-    cause = failure or f"{'; '.join(changes)}; {survivors} left of at least {minimum}"
-    if restarts == max_restarts:
-        return Plan(end=cause)
-    line = f"{cause}; starting all again ({restarts + 1} of {max_restarts})"
-    return Plan(sizes=tuple(host.capacity for host in hosts), line=line, restarts=restarts + 1)
-
-
-def _changes(hosts: Sequence[HostState], before: Sequence[HostState]) -> list[str]:
-    """One phrase for each that was lost or came."""
-    indices, indices_before = [{host.index for host in states} for states in (hosts, before)]
-    changes = [phrase for host in hosts for phrase in host.losses]
-    changes += [f"{host.name} is gone" for host in before if host.index not in indices]
-    if back := sum(host.back for host in hosts):
-        changes.append(f"{back} lost worker{'s are' if back > 1 else ' is'} back")
-    if before:
-        changes += [f"{host.name} has joined" for host in hosts if host.index not in indices_before]
-    return changes
-
-
-def _workers(number: int) -> str:
-    return "1 worker goes" if number == 1 else f"{number} workers go"
-
-
 class JobEndedError(ClusterError):
     """The launchers have agreed that the job ends."""
 
 
-class StoreLostError(RuntimeError):
-    """The launchers' store cannot be reached now; torch takes a RuntimeError for a failed connection."""
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """What a launcher has in the store: its ticket for the next round, and its state. Empty once it has left."""
+
+    ticket: str = ""
+    state: HostState | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> HostRecord:
+        if not text:
+            return cls()
+        with _readable():
+            values = json.loads(text)
+            state = values["state"]
+            return cls(ticket=values["ticket"], state=HostState(**{**state, "losses": tuple(state["losses"])}))
 
 
-class StoreLink:
-    """A connection to the launchers' store. No call takes longer than a few seconds, and a broken one is renewed.
-
-    It is the store of torch's ``C10dRendezvousBackend``, which takes its errors for a failed connection.
-    """
-
-    def __init__(self, connect: Callable[[], Store]) -> None:
-        self._connect, self._lock = connect, threading.Lock()
-        self._client: StoreClient | None = None
-
-    def get(self, key: str) -> bytes:
-        """The value of a key, which must be there."""
-        return self.compare_set(key, "", "")
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that has the expected value; the value that it has then."""
-        return self.call(lambda store: bytes(store.compare_set(key, expected, desired)))
-
-    def read(self, key: str) -> str:
-        """The value of a key; empty if it is not there."""
-        return self.get(key).decode()
-
-    def set(self, key: str, value: str) -> None:
-        self.call(lambda store: store.set(key, value))
-
-    def call(self, call: Callable[[Store], T]) -> T:
-        """Makes a call. Raises StoreLostError if the connection is broken or the store is silent."""
-        with self._lock:
-            client = self._client = self._client or StoreClient(self._connect)
-        try:
-            return client.call(call, _CALL_TIMEOUT_S)
-        except (StoreBrokenError, StoreSilentError) as error:
-            with self._lock:
-                if self._client is client:
-                    self._client = None
-            client.close()
-            raise StoreLostError(str(error)) from None
-
-    def close(self) -> None:
-        """Ends the connection. Idempotent."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads the state of torch's rendezvous, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Whatever torch's state consists of has to be in that list;
-        # test_what_a_stranger_writes_into_the_store_is_not_unpickled writes another class.
-        if (module, name) not in _STATE_CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
-        return super().find_class(module, name)
-
-
-class CheckedBackend(C10dRendezvousBackend):
-    """Torch's state of the rendezvous in the launchers' store. Torch unpickles it, and anybody may write there."""
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        # torch 2.13 calls ``pickle.loads`` on what this returns (``dynamic_rendezvous.py``,
-        # ``_BackendRendezvousStateHolder.sync``).
-        stored: tuple[bytes, Any] | None = super().get_state()
-        if stored is not None:
-            _check_state(stored[0])
-        return stored
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        stored: tuple[bytes, Any, bool] | None = super().set_state(state, token)
-        if stored is not None:
-            _check_state(stored[0])
-        return stored
-
-
-def _check_state(state: bytes) -> None:
-    """Raises ClusterError if a pickle has more in it than the state of a rendezvous."""
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises ClusterError for a text in the store that no launcher has written: anybody may write there."""
     try:
-        _PlainUnpickler(io.BytesIO(state)).load()
-    except Exception as error:  # noqa: BLE001 - whatever bytes make an unpickler raise
+        yield
+    except (ValueError, TypeError, KeyError) as error:
         raise ClusterError(
-            f"the launchers' store holds something else than the state of their rendezvous ({error}); end the process "
+            f"the launchers' store holds something else than what launchers tell each other ({error}); end the process "
             "that has written it, and start the job again"
         ) from None
+
+
+def _read_plan(text: str) -> Plan:
+    if not text:
+        return Plan()
+    with _readable():
+        values = json.loads(text)
+        return Plan(**{**values, "tickets": tuple(values["tickets"]), "sizes": tuple(values["sizes"])})
+
+
+class Attendance:
+    """Which hosts' launchers are there, as the first one hears them. Several threads may look."""
+
+    def __init__(self, link: StoreLink, hosts: int) -> None:
+        self._link, self._lock = link, threading.Lock()
+        self._beats = [""] * hosts
+        self._heard_s = [0.0] * hosts
+
+    def look(self, silent_s: float) -> list[HostRecord]:
+        """The records, in the order of the list, of those that were silent for less than ``silent_s`` seconds."""
+        hosts = range(len(self._beats))
+        texts = self._link.read_all(
+            [_host_key("beat", host) for host in hosts] + [_host_key("host", host) for host in hosts]
+        )
+        beats, records = texts[: len(hosts)], texts[len(hosts) :]
+        with self._lock:
+            now = time.monotonic()
+            for host, beat in enumerate(beats):
+                if beat != self._beats[host]:
+                    self._beats[host], self._heard_s[host] = beat, now
+            present = [host for host in hosts if beats[host] and now - self._heard_s[host] < silent_s]
+        return [record for host in present if (record := HostRecord.from_json(records[host])).ticket]
+
+
+def _host_key(name: str, host: int) -> str:
+    return f"{_KEY}/{name}/{host}"
 
 
 class ElasticMeeting(LauncherRendezvous):
@@ -274,10 +164,8 @@ class ElasticMeeting(LauncherRendezvous):
 
     Attributes:
         elastic: how far the number of workers may change.
-        own: what this launcher tells the others at the beginning of the next round.
+        host_state: what this launcher tells the others at the beginning of the next round.
         plan: what was decided for the round.
-        rank: this launcher's place among those of the round.
-        number: of the round; it grows, also for launchers that come later.
     """
 
     def __init__(
@@ -290,10 +178,11 @@ class ElasticMeeting(LauncherRendezvous):
     ) -> None:
         self._hosts, self.elastic, self._max_restarts, self._report = hosts, elastic, max_restarts, report
         self._name = hosts.name(hosts.index) if hosts.hosts else "this host"
+        self._first_name = hosts.name(0) if hosts.hosts else "this host"
         capacity = elastic.maximum
         self.host_state = HostState(index=hosts.index, name=self._name, capacity=capacity, survivors=capacity)
-        self.plan, self.rank, self.number = Plan(), 0, 0
-        self._before: Sequence[HostState] = ()
+        self.plan, self._ticket = Plan(), ""
+        self._states: Sequence[HostState] = ()  # of the round's hosts, which the first one remembers
         self._workers_store: Store | None = None
         self._workers_link = StoreLink(lambda: find_store(self.plan.address, self.plan.port).connect())
         self._server: Store | None = None
@@ -305,8 +194,11 @@ class ElasticMeeting(LauncherRendezvous):
         except BaseException:
             self._link.close()
             raise
-        self._handler = self._new_handler()
+        self._attendance = Attendance(self._link, len(hosts.hosts) or 1)
         self._first_until = time.monotonic() + elastic.rejoin_s
+        self._is_over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="lockstep-launcher-beats", daemon=True)
+        self._beats.start()
 
     # ---- the launchers' store
 
@@ -344,6 +236,9 @@ class ElasticMeeting(LauncherRendezvous):
         owner = json.dumps({"job_id": job, "workers": self._hosts.hosts})
         if self._hosts.index == 0:
             run_id = f"{datetime.now():%Y%m%d%H%M%S}-{secrets.randbits(48):012x}"
+            for host in range(len(self._hosts.hosts) or 1):  # ``Attendance`` reads keys that must be there
+                self._link.set(_host_key("beat", host), "")
+                self._link.set(_host_key("host", host), "")
             self._link.set(_RUN_KEY, run_id)
             self._link.set(OWNER_KEY, owner)
             return run_id
@@ -358,146 +253,134 @@ class ElasticMeeting(LauncherRendezvous):
             )
         return self._link.read(_RUN_KEY)
 
-    def _new_handler(self) -> DynamicRendezvousHandler:
-        handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            self._run_id,
-            HashStore(),  # in whose place our own is used
-            CheckedBackend(self._link, self._run_id),  # type: ignore[arg-type]  # it has what is called
-            min_nodes=1,
-            max_nodes=max(1, len(self._hosts.hosts)),
-            local_addr=f"{self._hosts.index:06d}",  # torch sorts the launchers of a round by it
-            timeout=RendezvousTimeout(join=timedelta(seconds=self._hosts.timeout_s), last_call=_LAST_CALL),
-            keep_alive_interval=_KEEP_ALIVE_S,
-            keep_alive_max_attempt=_KEEP_ALIVES,
-        )
-        share_no_rendezvous_store(handler)
-        return handler
+    def _beat(self) -> None:
+        """Tells the others once a second that this launcher is there; the first one tells who else is."""
+        present, number = "", secrets.randbits(48)  # a launcher that was started anew must not repeat a number
+        while True:
+            number += 1
+            # A lost store, or what a stranger has written there, is told where this launcher meets the others.
+            with suppress(StoreLostError, ClusterError):
+                self._link.set(_host_key("beat", self._hosts.index), str(number))
+                if self._hosts.index == 0:
+                    tickets = json.dumps([record.ticket for record in self._attendance.look(_GONE_AFTER_S)])
+                    if tickets != present:
+                        self._link.set(_PRESENT_KEY, tickets)
+                        present = tickets
+            if self._is_over.wait(_BEAT_S):
+                return
 
     # ---- the beginning of a round
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the other launchers. Raises JobEndedError if they agree that the job ends, ClusterError if they don't.
+    @property
+    def rank(self) -> int:
+        """This launcher's place among those of the round."""
+        return self.plan.tickets.index(self._ticket)
 
-        Sets ``plan``, ``rank`` and ``number``.
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meets the other launchers and sets ``plan``.
+
+        Raises JobEndedError if they agree that the job ends, ClusterError if they do not meet.
         """
         self._end_workers_store()
-        while True:
-            info = self._join()
-            self.rank, (self.number, _) = info.rank, rendezvous_round(self._handler)
-            try:
-                plan = self._lead(info.world_size) if info.rank == 0 else self._follow(info.world_size)
-            except (StoreLostError, RendezvousError):
-                # A store that is gone, or a round that another launcher has left, shows again in ``_join``, which knows
-                # the words for it.
-                continue  # the next attempt says what is wrong
-            if plan is not None:
-                break
-        self.plan = plan
+        self._ticket = secrets.token_hex(8)
+        self.plan = self._meet()
         # Where a program has failed, its error is said by the launcher whose worker raised it; a loss has no other
         # voice.
         if self.plan.end and self.host_state.losses:
             self._report(self.plan.end)
-        if self.plan.end or self.plan.finished:
+        if self.plan.ends_job:
+            if self._ticket not in self.plan.tickets:
+                self._report("the job has ended while this host waited for its turn")
             raise JobEndedError(self.plan.end)
         if self.plan.line:
             self._report(self.plan.line)
         where = RendezvousStoreInfo(self.plan.address, self.plan.port)
-        return RendezvousInfo(HashStore(), info.rank, info.world_size, where)
+        return RendezvousInfo(HashStore(), self.rank, len(self.plan.sizes), where)
 
-    def _join(self) -> RendezvousInfo:
+    def _meet(self) -> Plan:
         wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         while True:
             try:
-                return self._handler.next_rendezvous()
-            except (RendezvousClosedError, RendezvousGracefulExitError):
-                self.plan = Plan(finished=True)
-                self._report("the job has ended while this host waited for its turn")
-                raise JobEndedError from None
-            except RendezvousConnectionError:
-                first = self._hosts.name(0)
+                record = HostRecord(ticket=self._ticket, state=self.host_state)
+                self._link.set(_host_key("host", self._hosts.index), record.to_json())
+                return self._lead(wait) if self._hosts.index == 0 else self._follow(wait)
+            except StoreLostError:
                 if self._is_refused():
                     raise ClusterError(
-                        f"{first}, which serves the job's store, is lost: it has ended, and with it the job; start it "
-                        "again on all hosts"
+                        f"{self._first_name}, which serves the job's store, is lost: it has ended, and with it the "
+                        "job; start it again on all hosts"
                     ) from None
-                wait.check(f"{first}, which serves the job's store and does not answer", "look at the network")
+                wait.check(
+                    f"{self._first_name}, which serves the job's store and does not answer", "look at the network"
+                )
                 threading.Event().wait(_POLL_S)
 
     def _is_refused(self) -> bool:
         """Whether nobody listens any more where the store was, though the host answers."""
+        if self._hosts.index == 0:
+            return False
         try:
-            with socket.create_connection(parse_address(self._hosts.hosts[0]), timeout=_CALL_TIMEOUT_S):
+            with socket.create_connection(parse_address(self._hosts.hosts[0]), timeout=CALL_TIMEOUT_S):
                 return False
         except ConnectionRefusedError:
             return True
         except OSError:
             return False
 
-    def _lead(self, size: int) -> Plan | None:
-        """Decides for all. None: the launchers have to meet again."""
-        wait = Deadline(self._name, self._hosts.timeout_s, self._report)
-        collect = time.monotonic() + _COLLECT_TIMEOUT_S
-        self._link.set(self._key("host/0"), json.dumps(asdict(self.host_state)))
+    def _lead(self, wait: Deadline) -> Plan:
+        """Decides for all, once those of the last round that are still there have come."""
+        began_s = time.monotonic()
         while True:
-            texts = [self._link.read(self._key(f"host/{rank}")) for rank in range(size)]
-            states = [_read_state(text) for text in texts if text]
-            if len(states) == size:
-                plan = decide(states, self._before, minimum=self.elastic.minimum, max_restarts=self._max_restarts)
+            records = self._attendance.look(_AWAITED_S)
+            late = [record.state.name for record in records if record.state and record.ticket in self.plan.tickets]
+            here = [record for record in records if record.ticket not in self.plan.tickets]
+            states = [record.state for record in here if record.state is not None]
+            missing, advice = f"{join_names(late)} to end the last round", "look at the output there"
+            if not late:
+                plan = decide(states, self._states, minimum=self.elastic.minimum, max_restarts=self._max_restarts)
                 if plan is not None and not self._awaits_first(states):
-                    return self._publish(plan, states)
+                    return self._publish(plan, here)
                 capacity = sum(state.capacity for state in states)
                 missing = f"other hosts: {capacity} of at least {self.elastic.minimum} workers are there"
-                try:
-                    wait.check(missing, "start more hosts")
-                except ClusterError as error:
-                    return self._publish(Plan(end=str(error)), states)
-            elif time.monotonic() > collect:
-                return self._meet_again()
-            if self._must_meet_again(size):
-                return self._meet_again()
+                advice = "start more hosts"
+            try:
+                # Until then a host that is late may be one that was lost.
+                if not late or time.monotonic() > began_s + _AWAITED_S:
+                    wait.check(missing, advice)
+            except ClusterError as error:
+                return self._publish(Plan(end=str(error)), here)
             threading.Event().wait(_POLL_S)
 
     def _awaits_first(self, states: Sequence[HostState]) -> bool:
         """Whether the job has not begun and hosts of the list are still to come."""
-        return not self._before and len(states) < len(self._hosts.hosts) and time.monotonic() < self._first_until
+        return not self._states and len(states) < len(self._hosts.hosts) and time.monotonic() < self._first_until
 
-    def _publish(self, plan: Plan, states: Sequence[HostState]) -> Plan | None:
-        with listen(self._address, 0, "the launcher") as listener:
-            port = listener.getsockname()[1]
-            self._workers_store = serve_store(listener)
-        plan = replace(plan, address=self._address, port=port)
-        text = json.dumps(asdict(plan))
-        # Another launcher may have asked for a new meeting in the meantime: the first text under the key counts for
-        # all.
-        if self._link.compare_set(self._key("plan"), "", text).decode() != text:
-            return None
-        self._before = states
+    def _publish(self, plan: Plan, records: Sequence[HostRecord]) -> Plan:
+        tickets = tuple(record.ticket for record in records)
+        plan = replace(plan, number=self.plan.number + 1, tickets=tickets)
+        if not plan.ends_job:
+            with listen(self._address, 0, "the launcher") as listener:
+                plan = replace(plan, address=self._address, port=listener.getsockname()[1])
+                self._workers_store = serve_store(listener)
+        self._link.set(_PLAN_KEY, json.dumps(asdict(plan)))
+        self._states = [record.state for record in records if record.state is not None]
         return plan
 
-    def _follow(self, size: int) -> Plan | None:
-        """Tells the first launcher of this host, and waits for what it decides. None: they have to meet again."""
-        self._link.set(self._key(f"host/{self.rank}"), json.dumps(asdict(self.host_state)))
+    def _follow(self, wait: Deadline) -> Plan:
+        """Waits for a plan that has this launcher's ticket, or that ends the job."""
         while True:
-            if text := self._link.read(self._key("plan")):
-                return _read_plan(text)
-            if self._must_meet_again(size):
-                return self._meet_again()
+            plan = _read_plan(self._link.read(_PLAN_KEY))
+            if plan.number > self.plan.number and (plan.ends_job or self._ticket in plan.tickets):
+                return plan
+            wait.check(f"{self._first_name} to take it in", "look at the output there")
             threading.Event().wait(_POLL_S)
-
-    def _meet_again(self) -> Plan | None:
-        """Has all launchers of the round meet again, unless the plan is there already."""
-        return _read_plan(self._link.compare_set(self._key("plan"), "", _AGAIN).decode())
-
-    def _must_meet_again(self, size: int) -> bool:
-        """Whether other launchers have come or gone."""
-        return self._handler.num_nodes_waiting() > 0 or rendezvous_round(self._handler) != (self.number, size)
 
     # ---- during a round
 
     def end_round(self, why: RoundEnd) -> None:
         """Tells the other launchers that all workers are to be ended; the first reason is kept."""
         with suppress(StoreLostError):
-            self._link.compare_set(self._key("end"), "", why)
+            self._link.set_first(self._key("end"), why)
 
     def round_end(self) -> RoundEnd | None:
         """Why all workers are to be ended; None while they go on, or as long as the store does not answer."""
@@ -505,7 +388,8 @@ class ElasticMeeting(LauncherRendezvous):
             text = self._link.read(self._key("end"))
         except StoreLostError:
             return None
-        return RoundEnd(text) if text else None
+        with _readable():
+            return RoundEnd(text) if text else None
 
     def report_done(self) -> None:
         """Tells the other launchers that all workers of this one have ended normally."""
@@ -514,18 +398,20 @@ class ElasticMeeting(LauncherRendezvous):
 
     def all_done(self) -> bool:
         """Whether the workers of all hosts have ended normally. A host that is gone since does not count."""
-        ranks = [rank for rank in range(len(self.plan.sizes)) if rank != self.rank]
         try:
-            missing = sum(not self._link.read(self._key(f"done/{rank}")) for rank in ranks)
-            if not missing:
-                return True
-            self._handler.num_nodes_waiting()
-        except (StoreLostError, RendezvousError):
-            return self._hosts.index != 0 and self._is_refused()  # the first host has seen that all are done
-        number, present = rendezvous_round(self._handler)
-        return (
-            number == self.number and missing <= len(self.plan.sizes) - present
-        )  # whoever is done stays until all are
+            missing = [
+                ticket
+                for rank, ticket in enumerate(self.plan.tickets)
+                if ticket != self._ticket and not self._link.read(self._key(f"done/{rank}"))
+            ]
+            return not missing or not set(missing) & set(self._present())
+        except StoreLostError:
+            return self._is_refused()  # the first host has seen that all are done
+
+    def _present(self) -> list[str]:
+        """The tickets of all hosts that are there, as the first one has told."""
+        with _readable():
+            return list(json.loads(self._link.read(_PRESENT_KEY) or "[]"))
 
     def failure_report(self) -> FailureReport | None:
         """Why the round's workers end, as they have told each other; None if they have not.
@@ -551,7 +437,7 @@ class ElasticMeeting(LauncherRendezvous):
                 "MASTER_ADDR": self.plan.address,
                 "MASTER_PORT": str(self.plan.port),
                 "TORCHELASTIC_RUN_ID": self._run_id,
-                "TORCHELASTIC_RESTART_COUNT": str(self.number),
+                "TORCHELASTIC_RESTART_COUNT": str(self.plan.number),
                 JOB_ID_VARIABLE: os.environ.get(JOB_ID_VARIABLE, ""),
             }
         )
@@ -561,41 +447,33 @@ class ElasticMeeting(LauncherRendezvous):
     def num_nodes_waiting(self) -> int:
         """How many launchers wait to be taken in."""
         try:
-            return int(self._handler.num_nodes_waiting())
-        except RendezvousError:
+            return len(set(self._present()) - set(self.plan.tickets))
+        except StoreLostError:
             return 0
 
     def shutdown(self) -> bool:
         """Leaves the job. The first launcher, with which the store ends, lets the others leave before."""
-        until = time.monotonic() + _GOODBYE_TIMEOUT_S
-        with suppress(RendezvousError):
-            leave_rendezvous(self._handler, _GOODBYE_TIMEOUT_S)
+        self._is_over.set()
+        self._beats.join(CALL_TIMEOUT_S + _BEAT_S)
+        with suppress(StoreLostError):
+            self._link.set(_host_key("host", self._hosts.index), "")
             if self._server is not None:
-                self._handler.set_closed()
-            while self._server is not None and time.monotonic() < until:
-                if not self._handler.num_nodes_waiting() and not rendezvous_round(self._handler)[1]:
-                    break
-                threading.Event().wait(_POLL_S)
+                self._let_others_leave()
         self._end_workers_store()
         self._link.close()
         self._server = None
         return True
+
+    def _let_others_leave(self) -> None:
+        if not self.plan.ends_job:  # for hosts that wait for their turn
+            self._publish(Plan(finished=True), ())
+        until = time.monotonic() + _GOODBYE_TIMEOUT_S
+        while self._attendance.look(_AWAITED_S) and time.monotonic() < until:
+            threading.Event().wait(_POLL_S)
 
     def _end_workers_store(self) -> None:
         self._workers_link.close()
         self._workers_store = None
 
     def _key(self, name: str) -> str:
-        return f"lockstep/launch/round/{self.number}/{name}"
-
-
-def _read_state(text: str) -> HostState:
-    values = json.loads(text)
-    return HostState(**{**values, "losses": tuple(values["losses"])})
-
-
-def _read_plan(text: str) -> Plan | None:
-    if text == _AGAIN:
-        return None
-    values = json.loads(text)
-    return Plan(**{**values, "sizes": tuple(values["sizes"])})
+        return f"{_KEY}/round/{self.plan.number}/{name}"
