@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.collectives.communicator import SingleWorkerCommunicator
-from lockstep.collectives.tree import Node
+from lockstep.collectives.sum_order import Node
 from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks, _Bucket
 from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.mirroring.partition import WholeModels

@@ -1,7 +1,7 @@
 """The collectives between the workers of a job: sums, gathers and broadcasts.
 
     worker 0                        worker 1
-    its replicas: sums of nodes     its replicas: sums of nodes     (of the tree of additions, ``tree``)
+    its replicas: sums of nodes     its replicas: sums of nodes     (of the tree of additions, ``sum_order``)
              `--- all_reduce, all_gather, broadcast ---'            every worker makes the same calls, in one order
 
 ``SingleWorkerCommunicator`` is for a process by itself, ``collectives.distributed`` for several, ``MeshCommunicator``
@@ -28,7 +28,7 @@ import torch
 
 from lockstep.checks import ABOVE_ZERO, check_choice, check_number, check_seconds
 from lockstep.cluster.spec import Task
-from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
+from lockstep.collectives.sum_order import add_nodes, nodes_within, sums_within
 from lockstep.errors import CheckpointError, ClusterError, UsageError
 from lockstep.tracebacks import LOCKSTEP_FOLDERS
 
@@ -140,7 +140,7 @@ class Communicator(ABC):
         return self.all_gather_bytes(name, payload if self.leads else b"")[0]
 
     def sum_numbers(self, name: str, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-        """Adds numbers of all replicas, in double precision and the order of ``tree``.
+        """Adds numbers of all replicas, in double precision and the order of ``sum_order``.
 
         ``rows`` has the numbers of each local replica, as many from each.
         """

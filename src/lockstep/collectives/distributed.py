@@ -1,7 +1,7 @@
 """The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
 Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang. Sums
-have the same bits on all workers; over gloo, in the order of ``tree``, on every layout.
+have the same bits on all workers; over gloo, in the order of ``sum_order``, on every layout.
 """
 
 from __future__ import annotations

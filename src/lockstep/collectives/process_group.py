@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch_compat import Store, gloo_group, nccl_group
-from lockstep.collectives.tree import Node
-from lockstep.collectives.tree_sum import TreeSum, TreeSums
+from lockstep.collectives.gloo_sums import TreeSum, TreeSums
+from lockstep.collectives.sum_order import Node
 from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
@@ -98,8 +98,8 @@ class ProcessGroup:
 
         Args:
             parts: for each node of this member's replicas a flat, contiguous tensor, of one length and dtype on all.
-                They are written to: afterwards the first one is the sum. gloo's is in the order of ``tree``, NCCL's in
-                an order of its own.
+                They are written to: afterwards the first one is the sum. gloo's is in the order of ``sum_order``,
+                NCCL's in an order of its own.
 
         Raises ClusterError if the connection to another worker has broken already.
         """

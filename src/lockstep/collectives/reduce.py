@@ -16,7 +16,7 @@ import torch
 from lockstep.checks import shown
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import read_tensors
-from lockstep.collectives.tree import sums_within, tree_sum
+from lockstep.collectives.sum_order import sums_within, tree_sum
 from lockstep.errors import ConfigError, UsageError
 
 
@@ -97,7 +97,7 @@ def sums_across(workers: Communicator, name: str, values: Sequence[Sequence[torc
 
 
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elementwise sum, on the first tensor's device, in the order of ``tree``. Booleans are counted."""
+    """The elementwise sum, on the first tensor's device, in the order of ``sum_order``. Booleans are counted."""
     total = tree_sum(_addends(tensors), _plus)
     # The sum over one replica is its tensor, and a caller may write to a sum (tests/collectives/test_reduce.py).
     return total.clone() if total is tensors[0] else total

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.collectives.tree import tree_sum
+from lockstep.collectives.sum_order import tree_sum
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.extras import require

@@ -29,7 +29,7 @@ from torch import nn
 from lockstep._torch_compat import DisableTorchFunction, foreach_add_, foreach_copy_
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
-from lockstep.collectives.tree import Node, tree_sum
+from lockstep.collectives.sum_order import Node, tree_sum
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Settings, spread, views_of
@@ -318,7 +318,7 @@ class _Bucket:
 
 
 class _NodeSum:
-    """The sum of a bucket's gradients over the replicas of a node, in the order of ``tree``, in memory of its own.
+    """The sum of a bucket's gradients over the replicas of a node, in the order of ``sum_order``, in memory of its own.
 
     The memory is new each time: that of the last one is gradients that the user may still hold.
     """

@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer are summed over all replicas; within one process, in the order of ``tree``.
+"""How the gradients of one optimizer are summed over all replicas; within one process, in the order of ``sum_order``.
 
     within a storage group, slice by slice             between groups, once
     0 .grad += 1 .grad;  2 .grad += 3 .grad; 0 += 2    the rest of the tree; leader 1 .grad = leader 0 .grad
@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
 from lockstep.collectives.communicator import Communicator, all_gather_object, evaluator_error
-from lockstep.collectives.tree import Node, add_nodes, one_each, tree_sum
+from lockstep.collectives.sum_order import Node, add_nodes, one_each, tree_sum
 from lockstep.errors import UsageError
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_norm
-from lockstep.collectives.tree import tree_sum
+from lockstep.collectives.sum_order import tree_sum
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Number, divide, gradients_of, spread
 from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
@@ -73,7 +73,7 @@ class StepResult:
 
 
 def _summed_on(home: torch.device, values: list[Number]) -> Number:
-    """The sum in double precision and the order of ``tree``, on a device, without reading tensors."""
+    """The sum in double precision and the order of ``sum_order``, on a device, without reading tensors."""
     moved = [
         value.to(home, torch.float64, non_blocking=True) if isinstance(value, Tensor) else value for value in values
     ]

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.tree import Node, add_nodes, nodes_within, tree_sum
-from lockstep.collectives.tree_sum import SMALL_BYTES, TreeSums, slice_bounds
+from lockstep.collectives.gloo_sums import SMALL_BYTES, TreeSums, slice_bounds
+from lockstep.collectives.sum_order import Node, add_nodes, nodes_within, tree_sum
 
 LIMIT_S = 30.0
 _numbers = count()

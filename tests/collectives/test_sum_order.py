@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lockstep.collectives.tree import Node, add_nodes, nodes_within, tree_sum
+from lockstep.collectives.sum_order import Node, add_nodes, nodes_within, tree_sum
 
 
 def joined(one: str, other: str) -> str:

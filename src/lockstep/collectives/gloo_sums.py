@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.collectives.tree import Node, add_nodes
+from lockstep.collectives.sum_order import Node, add_nodes
 
 SMALL_BYTES = 2**17
 """Tensors up to this size are sent whole: one message takes longer to begin than to arrive."""
