@@ -6,7 +6,7 @@
 # Seen: datasets 5.2.0, Python 3.11: of 20 rows with a buffer of 6, 4 rows are lost by a resume after 8 rows, and the
 # log has a warning that the buffer will be refilled. The script fails if another version behaves in another way.
 # In Lockstep: such a stream is read again from its first row, without training on it, so that no row is lost or
-# repeated (tests/data/test_streams.py).
+# repeated (tests/data/test_streaming_sources.py).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

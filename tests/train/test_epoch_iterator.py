@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.data.dataset import DistributedIterable
+from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 from lockstep.train.epoch_iterator import EpochIterator, distribute

@@ -17,7 +17,7 @@ from lockstep.checkpoint.state_adapters import (
     VariableAdapter,
 )
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.dataset import DistributedIterable
+from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer

@@ -1,7 +1,7 @@
 """How one worker reads a source: batches in, its own replicas' shards of them out.
 
     BatchReader         reads whole batches and takes this worker's rows of each
-    ReplicaRowsReader   loads these rows alone, replica by replica, of a map-style dataset (see ``replica_rows``)
+    ReplicaRowsReader   loads these rows alone, replica by replica, of a map-style dataset (see ``row_loading``)
     PerReplicaReader    batches that are per-replica already, one for each local replica
 
 ``begin`` is called in the consumer's thread; the iterator that it returns runs in the thread that reads ahead.

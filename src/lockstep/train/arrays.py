@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep._torch_compat import tree_map
 from lockstep.checks import check_kind, shown
-from lockstep.data.dataset import DistributedDataset, DistributedIterable
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.prefetch import DEFAULT_DEPTH
+from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.data.sharding import as_tensor
 from lockstep.data.structure import map_leaves, named_leaves
 from lockstep.errors import ConfigError, DataError

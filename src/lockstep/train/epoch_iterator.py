@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 from lockstep.checks import check_number
-from lockstep.data.dataset import DataIteration, DistributedDataset, DistributedIterable
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.random_state import without_default
+from lockstep.data.resumable_iteration import DataIteration, DistributedIterable
 from lockstep.errors import CheckpointError, DataError
 from lockstep.strategies.base import Strategy
 

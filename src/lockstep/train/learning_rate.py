@@ -28,7 +28,7 @@ from lockstep.checkpoint import Checkpoint, CheckpointManager
 from lockstep.checkpoint.checkpoint import strategy_of
 from lockstep.checks import ABOVE_ZERO, check_number
 from lockstep.collectives.communicator import all_gather_object, refuse_to_train, run_on_chief
-from lockstep.data.dataset import DistributedIterable
+from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.errors import ClusterError, ConfigError, DataError, NonFiniteLossError
 from lockstep.extras import require
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer

@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.error_notes import WithRows
 from lockstep.data.list_reader import ListReader
-from lockstep.data.shard_notes import WithRows
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of, row_counts

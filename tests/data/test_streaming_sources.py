@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.checkpoint.format import flatten, unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
-from lockstep.data.dataset import DistributedDataset, DistributedIterable, PerReplicaDataset
-from lockstep.data.streams import StatefulSource
+from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
+from lockstep.data.resumable_iteration import DistributedIterable
+from lockstep.data.streaming_sources import StatefulSource
 from lockstep.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:

@@ -29,11 +29,12 @@ from torch.utils.data import (
 import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import select
-from lockstep.data.dataset import DistributedDataset, DistributedIterable, PerReplicaDataset
+from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
 from lockstep.data.list_reader import ListReader
 from lockstep.data.random_state import RandomState
 from lockstep.data.readers import CheckedBatch
-from lockstep.data.replica_rows import ReplicaRowsReader
+from lockstep.data.resumable_iteration import DistributedIterable
+from lockstep.data.row_loading import ReplicaRowsReader
 from lockstep.data.worker_sync import WorkerSync
 from lockstep.errors import CallbackError, DataError
 
