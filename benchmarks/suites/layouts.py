@@ -25,10 +25,10 @@ from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
+from lockstep_tools.plan.assumptions import PRECISIONS, Software
 from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.memory import estimate_memory
 from lockstep_tools.plan.shapes import shape_of
-from lockstep_tools.plan.software import PRECISIONS, Software
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")

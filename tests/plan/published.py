@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.parallel.pipeline_config import ScheduleName
+from lockstep_tools.plan.assumptions import PRECISIONS, Precision, Software
 from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import LINKS, DeviceKind, Network, device_kind
 from lockstep_tools.plan.model_shape import ModelShape, SavedActivations
 from lockstep_tools.plan.shapes import KNOWN_SHAPES
-from lockstep_tools.plan.software import PRECISIONS, Precision, Software
 
 Unit = Literal["hardware TFLOP/s", "model TFLOP/s", "seconds", "tokens/s"]
 

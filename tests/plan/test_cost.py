@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep_tools.plan.assumptions import PRECISIONS, Software
 from lockstep_tools.plan.cost import Prediction, accumulate_seconds, layer_work, predict
 from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import LINKS, Network, device_kind
 from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.shapes import KNOWN_SHAPES
-from lockstep_tools.plan.software import PRECISIONS, Software
 
 A100 = device_kind("a100-80gb")
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import ConfigError
+from lockstep_tools.plan.assumptions import Software
 from lockstep_tools.plan.cost import predict
 from lockstep_tools.plan.counting import count_model
 from lockstep_tools.plan.division import Division, why_indivisible
@@ -18,7 +19,6 @@ from lockstep_tools.plan.hardware import device_kind
 from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.search import usual_network
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, shape_of
-from lockstep_tools.plan.software import Software
 
 transformers = pytest.importorskip("transformers")
 

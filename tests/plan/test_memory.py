@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep_tools.plan.assumptions import PRECISIONS, Software
 from lockstep_tools.plan.division import Division, pipeline_workers
 from lockstep_tools.plan.memory import WorkerMemory, estimate_memory, layer_activations
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, shape_of
-from lockstep_tools.plan.software import PRECISIONS, Software
 
 GPT3 = KNOWN_SHAPES["gpt-3"]
 MEGATRON = Software(

@@ -12,12 +12,12 @@ import pytest
 from tests.plan.published import FIXED_BATCH, TABLES, WEAK_SCALING, Published, PublishedTable
 
 from lockstep_tools.plan import Choices
+from lockstep_tools.plan.assumptions import PRECISIONS, Constants, Software
 from lockstep_tools.plan.cost import Prediction, predict
 from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import device_kind
 from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.search import Setting, search, usual_network
-from lockstep_tools.plan.software import PRECISIONS, Constants, Software
 
 # What those programs could do in 2021: no sharded optimizer, no sequence parallelism, no zero-bubble schedule, and
 # every layer's activations computed again.

@@ -141,7 +141,7 @@ def test_what_is_made_in_the_memory_of_a_device_is_counted_there():
         with allocating_on(devices[1]):
             held = torch.empty(6 * MB, dtype=torch.uint8)
         held += 1
-        sizes = [GpuReplica(device, driver, seed=0).memory() for device in devices]
+        sizes = [GpuReplica(device, driver, seed=0).account.memory() for device in devices]
 
     assert [(size.name, size.limit, size.in_use, size.peak) for size in sizes] == [
         ("gpu:0", 64 * MB, 0, 0),

@@ -17,9 +17,9 @@ import torch
 
 from lockstep.config.devices import LogicalDevice, PhysicalDevice
 from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.scaling.configurations import Configuration, Hardware, ScalingSettings, plan
 from lockstep_tools.scaling.machine import Machine
 from lockstep_tools.scaling.measure import Record, StepTimes
-from lockstep_tools.scaling.plan import Configuration, Hardware, ScalingSettings, plan
 from lockstep_tools.scaling.runner import Sample, ScalingResult, rows_of
 
 FLAGS = (

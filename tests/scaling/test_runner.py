@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import DataError
 from lockstep_tools.recipes.images.config import ImagesConfig
-from lockstep_tools.scaling.plan import ScalingSettings
+from lockstep_tools.scaling.configurations import ScalingSettings
 from lockstep_tools.scaling.recipes import RECIPES
 from lockstep_tools.scaling.runner import run_trial
 

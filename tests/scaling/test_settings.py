@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep_tools.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
+from lockstep_tools.scaling.configurations import ScalingSettings, parse_replicas, usual_replicas
 
 
 @pytest.mark.parametrize("name", ["batch_size", "steps", "warm_up", "rounds"])

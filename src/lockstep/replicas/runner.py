@@ -155,7 +155,7 @@ class ReplicaRunner:
                 run = _Run(self._names, self._timeout_s, self._streams, caller, note)
             self._current = run.barrier
             for gpu in self._on_gpus:
-                gpu.begin_run()
+                gpu.account.begin_run()
             with self._streams:
                 self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
@@ -204,7 +204,7 @@ class ReplicaRunner:
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""
-        return tuple(gpu.memory() for gpu in self._on_gpus)
+        return tuple(gpu.account.memory() for gpu in self._on_gpus)
 
     def abort(self, cause: BaseException) -> None:
         """Ends the run in progress, if there is one, with ``cause``. From any thread."""

@@ -21,7 +21,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
-from lockstep.train.names import ModuleLoss, takes_tensors
+from lockstep.train.string_identifiers import ModuleLoss, takes_tensors
 from lockstep.train.user_step import UserStep
 
 Loss = Callable[[Any, Any], Any]

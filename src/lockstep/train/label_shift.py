@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.train.loss_reduction import LabelMean
-from lockstep.train.names import logits_of
+from lockstep.train.string_identifiers import logits_of
 
 _CLOSE = 1e-4  # float32; the loss of half precision logits has 1e-2
 

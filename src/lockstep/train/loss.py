@@ -33,7 +33,7 @@ from lockstep.strategies.losses import fitted_weight
 from lockstep.train.batch import FAILURES, ShardRows, Sums, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
-from lockstep.train.names import NamedLoss, without_partial
+from lockstep.train.string_identifiers import NamedLoss, without_partial
 from lockstep.watch.rows import bounds, current_row_watch, is_due
 
 MOST_PARTS = 8

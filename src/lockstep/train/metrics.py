@@ -27,7 +27,7 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
-from lockstep.train.names import logits_of, takes_tensors
+from lockstep.train.string_identifiers import logits_of, takes_tensors
 from lockstep.train.summed_metric import SummedMetric
 
 CERTAIN = 1e-3

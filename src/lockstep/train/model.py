@@ -61,7 +61,7 @@ from lockstep.train.fit import AgreedStop, Epochs, FitVerbose, TrainLoop, agree_
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.module_loss import check_computes_loss
-from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
+from lockstep.train.string_identifiers import ModuleLoss, loss_named, metrics_named, optimizer_named
 from lockstep.train.summary import noting_shapes, summary_table
 from lockstep.train.training_state import TrainingState
 from lockstep.train.user_step import ShardLoss, TrainStep, UserStep

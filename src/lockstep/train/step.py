@@ -41,7 +41,7 @@ from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.module_loss import module_loss_sums
-from lockstep.train.names import ModuleLoss, logits_of, takes_tensors
+from lockstep.train.string_identifiers import ModuleLoss, logits_of, takes_tensors
 from lockstep.train.user_step import TrainStep, UserStep, run_user_step
 from lockstep.watch.rows import current_row_watch
 

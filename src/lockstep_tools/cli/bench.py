@@ -27,8 +27,8 @@ from lockstep_tools.cli.flags import (
     command,
 )
 from lockstep_tools.scaling import pipeline_bench as pipeline
+from lockstep_tools.scaling.configurations import ScalingSettings, parse_replicas, usual_replicas
 from lockstep_tools.scaling.machine import this_machine
-from lockstep_tools.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
 from lockstep_tools.scaling.recipes import RECIPES, Recipe
 from lockstep_tools.scaling.report import report_files, terminal_tables, write_scaling_report
 from lockstep_tools.scaling.runner import Sample, measure_scaling

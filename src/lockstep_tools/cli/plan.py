@@ -13,6 +13,7 @@ from lockstep.console import text_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep_tools.cli.flags import GroupedHelp, command, flag_name
+from lockstep_tools.plan.assumptions import PRECISIONS, PrecisionName
 from lockstep_tools.plan.cost import Prediction
 from lockstep_tools.plan.division import CheckpointingName, Division
 from lockstep_tools.plan.hardware import GIB, device_kind, parse_link
@@ -20,7 +21,6 @@ from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep_tools.plan.search import plan as make_plan
 from lockstep_tools.plan.shapes import config_settings, shape_of
-from lockstep_tools.plan.software import PRECISIONS, PrecisionName
 
 if TYPE_CHECKING:
     from lockstep_tools.plan.counting import ModelCounts

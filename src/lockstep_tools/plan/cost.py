@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lockstep_tools.plan.assumptions import Software
 from lockstep_tools.plan.division import Division, PipelineWorker, pipeline_workers
 from lockstep_tools.plan.hardware import DeviceKind, Network, ring_seconds, send_seconds
 from lockstep_tools.plan.memory import Memory, estimate_memory, worker_parameters
 from lockstep_tools.plan.model_shape import ModelShape
-from lockstep_tools.plan.software import Software
 
 # Operations that the forward pass of a layer launches; the backward pass launches twice as many.
 _LAYER_OPERATIONS = 16

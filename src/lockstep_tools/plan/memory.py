@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lockstep_tools.plan.assumptions import Software
 from lockstep_tools.plan.division import Division, PipelineWorker, pipeline_workers
 from lockstep_tools.plan.model_shape import ModelShape
-from lockstep_tools.plan.software import Software
 
 # Bytes per logit beside its own. The loss is computed in float32: the log-probability and the gradients of both; where
 # tensor ranks divide the vocabulary, the probability and its gradient.

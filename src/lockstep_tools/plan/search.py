@@ -13,13 +13,13 @@ from itertools import product
 from lockstep.checks import check_divides, check_least, divisors
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName
+from lockstep_tools.plan.assumptions import PRECISIONS, PrecisionName, Software
 from lockstep_tools.plan.cost import Prediction, predict
 from lockstep_tools.plan.division import CHECKPOINTING, CheckpointingName, Division, why_indivisible
 from lockstep_tools.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
 from lockstep_tools.plan.memory import estimate_memory
 from lockstep_tools.plan.model_shape import ModelShape
 from lockstep_tools.plan.shapes import Model, shape_of
-from lockstep_tools.plan.software import PRECISIONS, PrecisionName, Software
 
 _MAX_MICROBATCH = 32
 _NEGLIGIBLE = 0.01

@@ -2,7 +2,7 @@
 
 ``lockstep bench scaling`` compares N replicas with one device:
 
-    plan (configurations) -> runner (each in a fresh process, several rounds) -> report (JSON, HTML)
+    configurations -> runner (each in a fresh process, several rounds) -> report (JSON, HTML)
     recipes (module, data, loss) -> measure (what a process does: trains, and times the parts of each step)
 
 ``lockstep bench pipeline`` measures how long the workers of a pipeline idle: ``pipeline_bench``. ``plots`` draws both,

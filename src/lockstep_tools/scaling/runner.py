@@ -19,9 +19,9 @@ import torch
 import lockstep as ls
 from lockstep.config import LogicalDevice, request_devices
 from lockstep.errors import ClusterError, DataError, LockstepError
+from lockstep_tools.scaling.configurations import Configuration, Hardware, ScalingSettings, plan
 from lockstep_tools.scaling.machine import Machine, this_machine
 from lockstep_tools.scaling.measure import Record, StepTimes, mean_times, measure
-from lockstep_tools.scaling.plan import Configuration, Hardware, ScalingSettings, plan
 from lockstep_tools.scaling.recipes import Recipe
 
 TRIAL_LIMIT_S = 3600.0

@@ -19,86 +19,21 @@ from typing import Any
 import torch
 
 from lockstep.config import LogicalDevice
-from lockstep.errors import ConfigError, DeviceMemoryError
-from lockstep.replicas.device.driver import DeviceDriver, PoolUse, StreamEvent, driver_of
-from lockstep.replicas.device.memory import MB, DeviceMemory, out_of_memory, over_limit
+from lockstep.errors import DeviceMemoryError
+from lockstep.replicas.device.driver import DeviceDriver, StreamEvent, driver_of
+from lockstep.replicas.device.memory import MemoryAccount
 from lockstep.replicas.issue_gate import IssueGate
 
 
 class GpuReplica:
-    """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory.
-
-    A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
-    ``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
-    """
+    """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory."""
 
     def __init__(self, device: LogicalDevice, driver: DeviceDriver, seed: int) -> None:
-        if device.memory_limit is not None and not driver.limits_pools():
-            raise ConfigError(
-                f"{device.name} has a memory_limit, and torch is set to use another allocator than its own, whose "
-                "memory cannot be attributed to shares; leave PYTORCH_ALLOC_CONF's backend at native"
-            )
+        self.account = MemoryAccount(device, driver)
         self.device = device
         self.driver = driver
         self.stream = driver.stream(device)
         self.generator = driver.new_generator(device.torch_device, seed)
-        self._limit = None if device.memory_limit is None else device.memory_limit * MB
-        self._reserved = self._peak = self._static = 0  # static: in tensors at the beginning of a run
-        self._resizes: int | None = None  # at the last look; while they are the same, so is the pool's size
-        self._looked = True  # since the last begin_run
-
-    def memory(self) -> DeviceMemory:
-        """The present and peak size of its memory pool."""
-        pool = self._look()
-        return DeviceMemory(
-            name=self.device.name, limit=self._limit, in_use=pool.in_use, reserved=pool.reserved, peak=self._peak
-        )
-
-    def begin_run(self) -> None:
-        """Notes the memory in use before a run; releases cached memory that an earlier run took beyond the limit."""
-        if self._limit is None or not self._looked:
-            return
-        if self._reserved > self._limit:
-            self.driver.release_cached(self.device.torch_device)
-        self._static = self._look().in_use
-        self._looked = False
-
-    def begin_peak(self) -> None:
-        """Starts a new peak: from now on only this replica computes on the GPU."""
-        if self._limit is not None:
-            self.driver.reset_peak(self.device.torch_device)
-
-    def check(self, rows: int | None) -> None:
-        """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
-        # Counters first: pool() inspects every block, in milliseconds
-        # (test_memory_is_looked_at_only_when_a_pool_has_another_size).
-        gpu = self.device.torch_device
-        if self._limit is None or self.driver.resizes(gpu) == self._resizes:
-            return
-        pool = self._look()
-        if pool.reserved <= self._limit:
-            return
-        # No other replica computed on the GPU during this slot, so the GPU's peak above its present use is this one's,
-        # but for batches that came or went. And its tensors cannot have taken more than its pool has.
-        top = min(pool.in_use + self.driver.peak(gpu) - self.driver.whole(gpu).in_use, pool.reserved)
-        if top > self._limit:
-            raise over_limit(self.device.name, limit=self._limit, top=top, static=self._static, rows=rows)
-        self.driver.release_cached(gpu)  # only cached memory went beyond the limit
-        self._look()
-
-    def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
-        """The error to raise if the GPU itself has no more memory."""
-        free, total = self.driver.free_and_total(self.device.torch_device)
-        in_use = self._look().in_use
-        return out_of_memory(self.device.name, limit=self._limit, in_use=in_use, free=free, total=total, rows=rows)
-
-    def _look(self) -> PoolUse:
-        self._resizes = self.driver.resizes(self.device.torch_device)
-        pool = self.driver.pool(self.device)
-        self._looked = True
-        self._reserved = pool.reserved
-        self._peak = max(self._peak, pool.reserved)
-        return pool
 
 
 class GpuSlot:
@@ -123,7 +58,7 @@ class GpuSlot:
             resources.callback(self._gate.release)
             resources.enter_context(replica.driver.on_stream(replica.stream))
             resources.enter_context(self._drawing())
-            replica.begin_peak()
+            replica.account.begin_peak()
             # Only now: if a step above fails, for lack of memory, the gate and the generator are given back here.
             self._resources = resources.pop_all()
 
@@ -133,7 +68,7 @@ class GpuSlot:
             resources.close()
 
     def check(self) -> None:
-        self._replica.check(self._rows)
+        self._replica.account.check(self._rows)
 
     def record_event(self) -> StreamEvent | None:
         # Alone there is no other stream that would have to wait.
@@ -150,7 +85,7 @@ class GpuSlot:
             yield
         finally:
             self._default_state = replica.driver.swap_generator(gpu, replica.generator)
-            replica.begin_peak()  # temporary memory of the block is not charged to the replica
+            replica.account.begin_peak()  # temporary memory of the block is not charged to the replica
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
@@ -159,7 +94,7 @@ class GpuSlot:
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
-            raise self._replica.out_of_memory(self._rows) from error
+            raise self._replica.account.out_of_memory(self._rows) from error
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

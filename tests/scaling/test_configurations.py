@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep_tools.scaling.plan import Hardware, ScalingSettings, plan
+from lockstep_tools.scaling.configurations import Hardware, ScalingSettings, plan
 
 
 def test_the_rows_of_workload_b_in_order(make):
