@@ -1,15 +1,21 @@
 """Training: Model with compile, fit, evaluate and predict.
 
-    model -> fit (epochs) -> loop (batches) -> step (in each replica) -> loss, metrics
-      |                        `- cuda_graphs: on a GPU, whole steps captured and replayed
-      |-> inference (evaluate, predict)    |-> compile (optimizer, precision)
-      `-> training_state (what a checkpoint resumes), checkpointing (weights)
+    model -> fit (epochs and batches) -> step (in each replica) -> loss, metrics
+      |        `- cuda_graphs: on a GPU, whole steps captured and replayed
+      |-> inference (evaluate, predict)    |-> compile (optimizer, precision; string_identifiers: "adam", "accuracy")
+      `-> training_state (what a checkpoint resumes), model_weights (save_weights and its like; torch_weights)
 
-``callbacks`` are called by the loops, ``epoch_iterator`` gives them batches, ``arrays`` makes batches of arrays, and
-``logs`` holds the numbers they report, which ``curves`` draws. ``names`` has the strings of compile, ``classification``
-its metrics accuracy and f1, ``user_step`` what a user's ``train_step`` and ``test_step`` work with, and ``summary`` the
-table of layers. ``trained_model`` is the Model as callbacks, loops and checkpoints see it. Begin with ``model``, then
-``fit`` and ``step``.
+``trained_model`` is the Model as callbacks, loops and checkpoints see it. Begin with ``model``, then ``fit`` and
+``step``. The others, by topic:
+
+- data: ``arrays`` makes batches of arrays, ``batch`` unpacks (x, y), ``epoch_iterator`` gives the loops their batches.
+- losses: ``loss_reduction`` finds the total and the count of a scalar loss, ``module_loss`` and ``label_shift`` are
+  about losses that a module computes itself, ``keras_losses`` about those with Keras's names.
+- metrics: ``summed_metric`` is the base of accuracy and f1, which ``classification`` has.
+- reports: ``logs`` holds the numbers of a fit, ``curves`` draws them, ``summary`` is the table of layers,
+  ``fingerprint`` compares trainings.
+- ``callbacks`` are called by the loops; ``weight_averages`` are those of EMA and SWA. ``learning_rate`` is the
+  learning-rate finder. ``user_step`` is what a user's ``train_step`` and ``test_step`` work with.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class TrainLoop:
     """Trains epochs on one strategy.
 
     Attributes:
-        epoch, batch, step: the position, as in ``checkpointing.Position``.
+        epoch, batch, step: the position, as in ``trained_model.Position``.
         pending: how many of the last batches wait for their update.
         loss, metrics: those of the epoch so far.
         grad_norm: the norm of the last update's gradients; None if there is no ``clip_norm``.

@@ -38,13 +38,6 @@ from lockstep.train.arrays import (
 from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar, write_fingerprint
-from lockstep.train.checkpointing import (
-    Position,
-    host_state,
-    load_arrays,
-    load_weights,
-    save_weights,
-)
 from lockstep.train.compile import (
     CompileConfig,
     Loss,
@@ -60,9 +53,11 @@ from lockstep.train.epoch_iterator import EpochIterator, distribute
 from lockstep.train.fit import AgreedStop, Epochs, FitVerbose, TrainLoop, agree_on_fit, batches_of_trial, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
+from lockstep.train.model_weights import host_state, load_arrays, load_weights, save_weights
 from lockstep.train.module_loss import check_computes_loss
 from lockstep.train.string_identifiers import ModuleLoss, loss_named, metrics_named, optimizer_named
 from lockstep.train.summary import noting_shapes, summary_table
+from lockstep.train.trained_model import Position
 from lockstep.train.training_state import TrainingState
 from lockstep.train.user_step import ShardLoss, TrainStep, UserStep
 

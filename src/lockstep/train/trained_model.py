@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,8 +15,16 @@ from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy
-from lockstep.train.checkpointing import Position
 from lockstep.train.logs import History, StepClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A position in a training."""
+
+    epoch: int = 0  # the current or next one, counted from 0
+    batch: int = 0  # how many global batches of the epoch are done
+    step: int = 0  # how many global batches are done over all epochs
 
 
 class StateOfTraining(Protocol):

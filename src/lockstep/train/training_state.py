@@ -16,12 +16,11 @@ from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAd
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
-from lockstep.train.checkpointing import Position
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
-from lockstep.train.trained_model import TrainedModel
+from lockstep.train.trained_model import Position, TrainedModel
 
 
 class TrainingState(StateAdapter):

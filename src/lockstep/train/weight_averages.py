@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.train.checkpointing import host_state, part_of
+from lockstep.train.model_weights import host_state, part_of
 
 Average = Callable[[list[Tensor], list[Tensor], Tensor | int], None]
 """A ``multi_avg_fn`` of torch.optim.swa_utils: (averages, weights, how many were averaged), averages in place."""

@@ -19,8 +19,8 @@ from lockstep.integrations.transformers import Trainer
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.callbacks.loggers import ScalarLogger
-from lockstep.train.checkpointing import Position
 from lockstep.train.logs import History, StepClock
+from lockstep.train.trained_model import Position
 from lockstep_tools.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import ReviewsTask, build_collator

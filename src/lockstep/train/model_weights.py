@@ -1,10 +1,9 @@
-"""The weights of a model in one file, as arrays, or copied to the CPU; and the position of a training."""
+"""The weights of a model in one file, as arrays, or copied to the CPU: what ``save_weights`` and its like do."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,6 @@ from lockstep.weights_formats import weights_format
 
 if TYPE_CHECKING:
     from lockstep.parallel.sharded_module import ShardedModule
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """A position in a training."""
-
-    epoch: int = 0  # the current or next one, counted from 0
-    batch: int = 0  # how many global batches of the epoch are done
-    step: int = 0  # how many global batches are done over all epochs
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
