@@ -3,9 +3,10 @@
 ``Checkpoint`` collects and restores the state of named things; ``CheckpointManager`` saves it to a folder again and
 again. Begin reading at ``checkpoint``. The modules, each of which imports only those before it:
 
-    weights -> sharded_io -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
-        -> export
-    state_adapters (one for each kind of thing) -> adapter_choice -> checkpoint -> manager
+    weights -> checksums -> sharded_io -> format (what is in a checkpoint's folder)
+        -> folder (a folder of checkpoints: which are there, which are removed) -> export
+    state_adapters (one for each kind of thing) -> adapter_choice -> checkpoint -> manager (when to save and remove)
+    conditions (devices and versions, compared on resuming); fingerprint (equal for equal state, on any layout)
 
 ``sharded_state`` has the adapters of models that workers hold parts of, and is imported only with one.
 """

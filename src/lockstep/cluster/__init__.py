@@ -1,5 +1,10 @@
 """Which workers form a job, and which of them this process is: the only package that reads the environment for it.
 
-``spec`` has ``ClusterSpec`` (public) and addresses; ``environment`` reads TF_CONFIG, torchrun's and SLURM's variables;
-``local`` finds a worker's GPUs and cores among those of its host. Each imports only those before it.
+    spec         ``ClusterSpec`` (public) and addresses
+    variables    environment variables of one source, with errors that name them
+    tf_config, launchers (MPI's and others; launcher_process), slurm, services   one source of variables each
+    environment  which of these sources declares the cluster, and torchrun's variables; begin here
+    local        a worker's GPUs and cores among those of its host
+
+Each imports only those before it.
 """

@@ -9,6 +9,7 @@
     context       what a step function sees of its replica: ids, device, collectives
     compiled      code that torch.compile makes: the replica's own random numbers, faster products
     owner         what replicas and mirrored objects use of their strategy
+    conditions    devices and versions that the bits of a training depend on
     hooks         what a tool such as ``lockstep verify`` can observe of a strategy
     rng, device, cpu   random numbers; GPUs; what is tuned for CPUs
 

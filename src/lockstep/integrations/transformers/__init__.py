@@ -2,6 +2,7 @@
 
     trainer      the Trainer: begin here
     sharding     divides a collated batch, weighs and checks the loss of each shard, and joins outputs
+    examples     counts the examples of batches whose rows are not one an example
     arguments    which strategy is used, arguments that are refused, and what transformers sees of the devices
     sync         what the workers agree on, and the random states in checkpoints
 
