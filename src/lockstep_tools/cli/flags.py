@@ -4,12 +4,13 @@ So a setting is defined once: its type, default and explanation are those of the
 entry point calls it.
 """
 
-# Weighed on 2026-11-28: tyro 1.0.17, which makes commands of dataclasses, for this module and typer. With the names, groups
-# and one-line errors of train mlm, train reviews and run kept, it takes 162 lines of code; this module has 147 for all
-# commands. tyro groups flags only by dataclass, does not leave the words after a program's name to the program, reports
-# errors in boxes that only its private module _errors turns into a line, and breaks lines by characters, so that Chinese
-# text took 131 of 80 columns. Help of train mlm at 80 columns: 132 lines, here 122. CPU time of lockstep --help: 0.23 s,
-# here 0.08 s. typer's own groups (rich) would save about 40 lines here, but the same help then has 172.
+# Weighed on 2026-11-28: tyro 1.0.17, which makes commands of dataclasses, for this module and typer. With the names,
+# groups and one-line errors of train mlm, train reviews and run kept, it takes 162 lines of code; this module has 147
+# for all commands. tyro groups flags only by dataclass, does not leave the words after a program's name to the
+# program, reports errors in boxes that only its private module _errors turns into a line, and breaks lines by
+# characters, so that Chinese text took 131 of 80 columns. Help of train mlm at 80 columns: 132 lines, here 122. CPU
+# time of lockstep --help: 0.23 s, here 0.08 s. typer's own groups (rich) would save about 40 lines here, but the same
+# help then has 172.
 
 from __future__ import annotations
 
