@@ -81,7 +81,11 @@ def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
         (["train"], "Missing command"),
         (["trian"], "; see lockstep --help"),
         (["devices", "--no-such-flag"], "No such option: --no-such-flag"),
-        (["train", "mlm", "--epochs", "many"], "Invalid value for '--epochs'"),
+        (
+            ["train", "mlm", "--epochs", "many"],
+            "Invalid value for '--epochs': 'many' is no integer; see lockstep train mlm",
+        ),
+        (["train", "mlm", "--epochs"], "Option '--epochs' requires an argument; see lockstep train mlm --help"),
         (["train", "mlm", "--epochs", "many"], "; see lockstep train mlm --help"),
         (["train", "mlm", "--data", "no-such-folder"], "the text folder 'no-such-folder' does not exist"),
     ],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from lockstep import __version__
@@ -34,6 +35,7 @@ COMMANDS = {
     "run": "Run a program in several worker processes, on this host or together with others.",
 }
 """Name -> its line of help. The module of that name has a function ``add_to(app)``."""
+_NUMBERS = {"int_parsing": "integer", "float_parsing": "number"}
 _HELP_SETTINGS = {"max_content_width": 120}
 EXAMPLE = "Example: lockstep train mlm --devices cpu:4"
 
@@ -52,10 +54,32 @@ def parse(arguments: Sequence[str]) -> Job | int:
         # exit.
         job: Job | int = command.main(args=list(arguments), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
-        context = getattr(error, "ctx", None)
-        path = "lockstep" if context is None else context.command_path
-        raise ConfigError(f"{error.format_message().rstrip('.')}; see {path} --help") from error
+        raise ConfigError(f"{_refusal(error)}; see {_path(command, arguments)} --help") from error
     return job
+
+
+def _refusal(error: typer.TyperException) -> str:
+    """What is wrong, with the value that was given."""
+    from pydantic import ValidationError  # imported by typer, once it reads a value
+
+    message, cause = error.format_message().rstrip("."), error.__cause__
+    if not isinstance(cause, ValidationError):
+        return message
+    # typer 0.29 leaves out a text that is no number, and puts "Value error, " before its own words for a choice.
+    details = cause.errors()[0]
+    if details["type"] in _NUMBERS:
+        return f"{message.partition(': ')[0]}: {details['input']!r} is no {_NUMBERS[details['type']]}"
+    return message.replace("Value error, ", "", 1)
+
+
+def _path(command: Any, words: Sequence[str]) -> str:
+    """The command that the words call: ``lockstep train mlm``."""
+    path = "lockstep"
+    for word in words:
+        if not isinstance(command, TyperGroup) or word not in command.commands:
+            break
+        path, command = f"{path} {word}", command.commands[word]
+    return path
 
 
 def tree(called: str | None) -> typer.Typer:
