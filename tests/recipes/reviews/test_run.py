@@ -107,6 +107,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:the position in the data is saved without")
 @pytest.mark.parametrize(("update", "saved"), [(10, 11), (7, 8)], ids=["in an epoch", "at its end"])
 def test_after_sigterm_a_run_has_saved_and_goes_on_to_the_same_numbers(
     update: int, saved: int, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
