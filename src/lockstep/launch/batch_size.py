@@ -266,7 +266,8 @@ def _tried(call: bytes, rows: int, local_rows: int, host_mb: float) -> Trial:
     preloaded = (__name__, *(name for name in _SLOW_IMPORTS if name in sys.modules))
     job = FunctionJob(workers=1, limits=Limits(timeout_s=TIMEOUT_S), preloaded=preloaded)
     try:
-        return replace(job.run(_measured, (call, local_rows, host_mb, torch.get_num_threads()), {}), rows=rows)
+        trial: Trial = job.run(_measured, (call, local_rows, host_mb, torch.get_num_threads()), {})
+        return replace(trial, rows=rows)
     except ClusterError as error:
         cause = error.__cause__
         if cause is not None and is_out_of_memory(cause):

@@ -124,7 +124,7 @@ def test_a_callback_refuses_a_backup_before_weights_are_compared_or_loaded(
     other.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), "mse")
 
     for refused in (other, model):  # whose weights have other shapes, and whose weights fit
-        with pytest.raises(CheckpointError, match="the backup has {'value': 1}"):
+        with pytest.raises(CheckpointError, match=r"the backup has \{'value': 1\}"):
             refused.fit(batches, callbacks=[backup, Settings(2)], verbose=0)
     assert model.module.weight.tolist() == before
 

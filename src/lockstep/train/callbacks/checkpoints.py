@@ -378,7 +378,7 @@ class Termination:
         self._workers.set_flags(ControlFlags.SAVE)
 
     def is_agreed(self) -> bool:
-        """Whether the signal had reached some worker at the last collective: the same on all, which must all call it."""
+        """Whether the signal had reached some worker at the last collective; equal on all, which must all call it."""
         if ControlFlags.SAVE in self._workers.agreed_flags:
             self._agreed = True
             self._workers.clear_flags(ControlFlags.SAVE)
