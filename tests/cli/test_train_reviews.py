@@ -179,7 +179,8 @@ def test_sigterm_on_the_launcher_has_all_workers_save_and_a_resumed_run_goes_on_
     process.send_signal(signal.SIGTERM)
     out, said = process.communicate(timeout=60)
 
-    assert (process.returncode, said) == (75, "")
+    assert process.returncode == 75, said
+    assert "warning" not in said  # a slow start is told there too
     saved = re.search(r"SIGTERM: saved (\d+) updates to out/checkpoints/\S+/checkpoint-\1; start again to go on", out)
     assert saved is not None
     assert int(saved[1]) > 8
