@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.tracebacks import rendered_by_ipython, shorten_uncaught
+from lockstep.transformers_names import note_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ class LockstepError(Exception):
         return rendered_by_ipython(self, LockstepError)
 
 
-shorten_uncaught(LockstepError)
+shorten_uncaught(LockstepError, note_of)
 
 
 class ConfigError(LockstepError, ValueError):

@@ -17,7 +17,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, format_exception
 from types import FrameType, TracebackType
@@ -88,8 +88,8 @@ def _cause_for_user(cause: BaseException | None, base: type[BaseException]) -> B
     return cause
 
 
-def shorten_uncaught(base: type[BaseException]) -> None:
-    """From now on Python prints uncaught exceptions as ``format_for_user`` does.
+def shorten_uncaught(base: type[BaseException], note_of: Callable[[BaseException], str | None]) -> None:
+    """From now on Python prints uncaught exceptions as ``format_for_user`` does, with a note if ``note_of`` has one.
 
     Those without frames of this package are printed as before. A ``sys.excepthook`` that another package has set is
     called with the shorter traceback.
@@ -97,6 +97,8 @@ def shorten_uncaught(base: type[BaseException]) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if note := note_of(error):
+            error.add_note(note)
         if sys.stderr is None or shows_all_frames():
             previous(kind, error, traceback)
         elif not isinstance(error, base):

@@ -167,6 +167,31 @@ def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(s
 
 
 @pytest.mark.slow
+@pytest.mark.workers
+def test_sigterm_on_the_launcher_has_all_workers_save_and_a_resumed_run_goes_on_there(
+    start_lockstep, run_lockstep, tmp_path: Path
+):
+    words = ("run", "--quiet", "--workers", "2", "lockstep", "train", "reviews", *SMALL, "--epochs", "9")
+    process = start_lockstep(*words)
+    for line in process.stdout:
+        if line.startswith("epoch 2/9"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=60)
+
+    assert process.returncode == 75, said
+    assert "warning" not in said  # a slow start is told there too
+    saved = re.search(r"SIGTERM: saved (\d+) updates to out/checkpoints/\S+/checkpoint-\1; start again to go on", out)
+    assert saved is not None
+    assert int(saved[1]) > 8
+    resumed = run_lockstep(*words, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"/checkpoint-{saved[1]}\n" in resumed.stdout
+    assert "epoch 1/9" not in resumed.stdout
+    assert (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp_path: Path):
     hide = f"import sys; sys.modules[{package!r}] = None"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError, DataError  # noqa: E402
 from lockstep.integrations.transformers import Trainer  # noqa: E402
+from lockstep.transformers_names import TRAINING_ARGUMENTS  # noqa: E402
 
 MakeStrategy = Callable[..., Any]
 
@@ -45,6 +47,18 @@ def test_the_loss_gets_a_batch_of_the_collator_s_type(tiny: Any, make_strategy: 
 def test_the_renamed_argument_of_programs_of_2024_is_named(tiny: Any, tmp_path: Any):
     with pytest.raises(ConfigError, match="write processing_class=tokenizer"):
         Trainer(tiny.model(), tiny.arguments(str(tmp_path), 2), tokenizer=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
+def test_a_note_says_what_replaces_an_argument_of_transformers_4(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(TypeError) as raised:
+        transformers.TrainingArguments(**{name: None})
+    sys.excepthook(raised.type, raised.value, raised.tb)
+
+    *_, error, note = capsys.readouterr().err.splitlines()
+    assert error == f"TypeError: TrainingArguments.__init__() got an unexpected keyword argument {name!r}"
+    assert note == f"{name} is of transformers 4; {TRAINING_ARGUMENTS[name]}"
 
 
 @pytest.mark.slow

@@ -27,17 +27,17 @@ def test_settings_are_looked_for_once_and_not_before_a_checkpoint_needs_them():
     callback = ResumeCheck(find)
     assert found == []
 
-    callback.load_state_dict(callback.state_dict())
+    callback.check_state_dict(callback.state_dict())
     assert found == [1]
 
 
 def test_settings_that_differ_are_named_with_both_values():
     with pytest.raises(CheckpointError, match="of a run with seed=1, and this run has seed=0; resume with"):
-        ResumeCheck(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 1, "size": 8})
+        ResumeCheck(lambda: {"seed": 0, "size": 8}).check_state_dict({"seed": 1, "size": 8})
 
 
 def test_a_setting_that_the_backup_does_not_know_is_no_difference():
-    ResumeCheck(lambda: {"seed": 0, "size": 8}).load_state_dict({"seed": 0})
+    ResumeCheck(lambda: {"seed": 0, "size": 8}).check_state_dict({"seed": 0})
 
 
 def test_settings_but_those_that_do_not_matter():

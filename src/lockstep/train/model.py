@@ -553,7 +553,8 @@ class Model:
         Raises a UsageError if the model is not compiled with an optimizer.
         """
         setup = self._trainable("checkpoint")
-        checkpoint = Checkpoint(**setup.parts(), training=self.training_state)
+        # The training comes first: other settings are told as such, and not as weights that do not fit.
+        checkpoint = Checkpoint(training=self.training_state, **setup.parts())
         checkpoint.settings["precision"] = setup.config.precision
         return checkpoint
 

@@ -102,7 +102,12 @@ class TrainingState(StateAdapter):
         return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())
 
     def check(self, entry: SavedState) -> None:
-        """Any saved training fits: what a model has no use for is ignored."""
+        """Raises a CheckpointError if a callback of the running fit cannot go on from its state.
+
+        Any other saved training fits: what a model has no use for is ignored.
+        """
+        if self._fit is not None:
+            self._fit[2].check_state_dict(entry.shared.get("callbacks", {}))
 
     def load(self, entry: SavedState) -> None:
         """Loop, data and callbacks are restored during a fit only."""

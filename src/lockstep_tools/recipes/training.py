@@ -233,7 +233,7 @@ class ResumeCheck(Callback):
     def state_dict(self) -> dict[str, Any]:
         return dict(self._settings)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the settings of the saved run differ from those of this run."""
         changed = [name for name, value in self._settings.items() if name in state and state[name] != value]
         if changed:

@@ -83,6 +83,8 @@ def test_a_backup_of_other_settings_is_refused(config: MlmConfig, split_cpu: Spl
             CheckpointError, match=r"of a run with batch_size=13, epochs=1, .* has batch_size=9, epochs=2"
         ):
             train_mlm(replace(config, epochs=2, batch_size=9), strategy, callbacks=[kept], verbose=0)
+        with pytest.raises(CheckpointError, match="of a run with hidden=16, and this run has hidden=32; resume"):
+            train_mlm(replace(config, epochs=1, hidden=32), strategy, callbacks=[kept], verbose=0)
 
 
 def on_workers(config: MlmConfig, folder: Path, tensor: int) -> list[dict[str, Any]]:

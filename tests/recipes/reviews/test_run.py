@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from lockstep.errors import CheckpointError, ConfigError, NonFiniteLossError
 from lockstep.strategies.base import Strategy
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import build_reviews
-from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, train_reviews
+from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, newest_checkpoint, train_reviews
 from lockstep_tools.recipes.training import ResumeCheck
 
 if TYPE_CHECKING:
@@ -102,6 +104,39 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     events = EventAccumulator(str(logs / "train"))
     events.Reload()
     assert [event.step for event in events.Scalars("batch_loss")] == [8, 10, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:the position in the data is saved without")
+@pytest.mark.parametrize(("update", "saved"), [(10, 11), (7, 8)], ids=["in an epoch", "at its end"])
+def test_after_sigterm_a_run_has_saved_and_goes_on_to_the_same_numbers(
+    update: int, saved: int, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
+):
+    class Terminate(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == update:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    config, handler = tiny(epochs=2, dropout=0.3, hide=0.3), signal.getsignal(signal.SIGTERM)
+    whole = train(config, make_strategy(2))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train(config, make_strategy(2), checkpoint_dir=tmp_path / "run", callbacks=[Terminate()])
+        assert ended.value.code == 75
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # a second one does not change the code
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    newest = newest_checkpoint(tmp_path)
+    assert newest == tmp_path / "run" / f"checkpoint-{saved}"
+    again = train(config, make_strategy(2), resume=newest)
+
+    assert again.fingerprint == whole.fingerprint
+    assert again.test_metrics == whole.test_metrics
+    assert again.history.epoch == [0, 1]
+    for name, values in whole.history.history.items():
+        assert again.history.history[name] == pytest.approx(values, rel=1e-6)  # losses are added in two parts
+    assert again.history.timing[1].examples == 80 - max(0, saved - 8) * 10
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_checkpoint_of_other_settings_or_reviews_is_refused(

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lockstep.train.callbacks import (
     ModelCheckpoint,
     TensorBoard,
 )
-from lockstep.train.callbacks.base import CallbackList
+from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 from lockstep.train.model import Model
 
@@ -97,6 +97,36 @@ def test_sigterm_during_the_validation_saves_at_the_end_of_the_epoch(
 
     assert names(tmp_path) == ["step-00000003"]
     assert received == []
+
+
+class Settings(Callback):
+    """Goes on from a run with its own settings alone."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state != self.state_dict():
+            raise CheckpointError(f"the backup has {state}")
+
+
+def test_a_callback_refuses_a_backup_before_weights_are_compared_or_loaded(
+    model: Model, batches: Batches, tmp_path: Path
+):
+    backup = BackupAndRestore(tmp_path, delete_checkpoint=False)
+    model.fit(batches, callbacks=[backup, Settings(1)], verbose=0)
+    model.fit(batches, verbose=0)
+    before, other = model.module.weight.tolist(), Model(nn.Linear(3, 2))
+    other.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), "mse")
+
+    for refused in (other, model):  # whose weights have other shapes, and whose weights fit
+        with pytest.raises(CheckpointError, match=r"the backup has \{'value': 1\}"):
+            refused.fit(batches, callbacks=[backup, Settings(2)], verbose=0)
+    assert model.module.weight.tolist() == before
 
 
 def test_sigterm_when_training_has_ended_goes_to_whom_it_belonged(

@@ -84,8 +84,6 @@ def load_data_state(attributes: SourceAttributes, folder: Path | None) -> None:
 
 def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
     """Sets every flag that any worker has set. Every worker must call it."""
-    if workers.size == 1:
-        return
     everyones = workers.all_gather_numbers("what the callbacks ask for", [getattr(control, flag) for flag in FLAGS])
     for flag, requests in zip(FLAGS, zip(*everyones, strict=True), strict=True):
         setattr(control, flag, any(requests))

@@ -93,6 +93,12 @@ class Callback:
         """What the callback keeps from epoch to epoch, for checkpoints: numbers, strings, tensors, and containers."""
         return {}
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises a CheckpointError if this run cannot go on from what ``state_dict`` returned.
+
+        Called before anything of a checkpoint is loaded, weights included, and before it is compared with the model.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
 
@@ -204,11 +210,18 @@ class CallbackList:
         """The state of each callback, by its class name, with a number from the second of a class on."""
         return {name: _call(callback, "state_dict") for name, callback in self._named()}
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises a CheckpointError if a callback cannot go on from its state."""
+        self._pass_states("check_state_dict", state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the states. Callbacks without one stay as they are."""
+        self._pass_states("load_state_dict", state)
+
+    def _pass_states(self, method: str, state: Mapping[str, Any]) -> None:
         for name, callback in self._named():
             if state.get(name):
-                _call(callback, "load_state_dict", state[name])
+                _call(callback, method, state[name])
 
     @contextmanager
     def exchanging(self, *, averaged: bool) -> Iterator[None]:

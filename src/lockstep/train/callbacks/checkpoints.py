@@ -22,7 +22,7 @@ from lockstep.checkpoint.folder import CheckpointFolder, check_can_make, step_na
 from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checks import check_number, check_path, shown
-from lockstep.collectives.communicator import ControlFlags, run_on_chief
+from lockstep.collectives.communicator import Communicator, ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.weights_formats import weights_format
@@ -227,7 +227,7 @@ class BackupAndRestore(_SavingCallback):
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self._made_folder = False
-        self._signal = _Termination()
+        self._signal = Termination()
         self._ending = self._exits = self._ended = False
 
     def wants_batch_logs(self) -> bool:
@@ -244,22 +244,20 @@ class BackupAndRestore(_SavingCallback):
         # Not the run's own name: ModelCheckpoint's checkpoints of the same run are not backups.
         self._manager.run = f"{self.model.training_state.run} backup"
         workers.all_gather_numbers("beginning of a fit with a backup")  # a signal that came too late for the fit before
-        # A signal that came after the fit before had ended is no reason to end this one.
-        workers.clear_flags(ControlFlags.SAVE)
-        self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
+        self._signal.listen(workers)
         if restored is not None and self.params.get("verbose"):
             self._say(f"going on from {restored}: {self._position()}")
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         state = self.model.training_state
         self._due = self._is_due_at(state.position.step)
-        self._receive_signal()
+        self._ending = self._signal.is_agreed()
         if (self._due or self._ending) and state.at_update:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self.model.strategy.workers.all_gather_numbers("end of an epoch with a backup")
-        self._receive_signal()
+        self._ending = self._signal.is_agreed()
         if self.save_freq == "epoch" or self._due or self._ending:
             self._save()
 
@@ -289,16 +287,6 @@ class BackupAndRestore(_SavingCallback):
         """Removes what an earlier fit of this program has left, and checks that the folder can be written to."""
         _EndedBackup.remove_if_in(Path(self.backup_dir))
         check_can_make(Path(self.backup_dir), "BackupAndRestore(backup_dir)")
-
-    def _receive_signal(self) -> None:
-        """Learns whether SIGTERM has reached some worker, at the same point of the program on all of them."""
-        workers = self.model.strategy.workers
-        if ControlFlags.SAVE in workers.agreed_flags:
-            self._ending = True
-            workers.clear_flags(ControlFlags.SAVE)
-        elif self._signal.came and not self._ending:
-            # Once more: the signal may have come in the middle of an exchange, and its flag been lost.
-            workers.set_flags(ControlFlags.SAVE)
 
     def _save(self) -> None:
         if self._manager is None:
@@ -366,24 +354,38 @@ def _check_place(place: Path, run: str) -> None:
         )
 
 
-class _Termination:
-    """Handles SIGTERM for the length of a fit. Only the main thread can."""
+class Termination:
+    """SIGTERM to any worker, for the length of a training. Only the main thread can handle it."""
 
     def __init__(self) -> None:
-        self.came = self._listens = False
+        self._came = self._agreed = self._listens = False
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
+        self._workers: Communicator
 
-    def listen(self, received: Callable[[], None]) -> None:
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.came = True
-            received()
-
-        self.came = False
+    def listen(self, workers: Communicator) -> None:
+        """Handles the signal from now on. Every worker must call it at the same point of the program."""
+        # A signal that came after the training before had ended is no reason to end this one.
+        workers.clear_flags(ControlFlags.SAVE)
+        self._workers, self._came, self._agreed = workers, False, False
         # signal.signal raises a ValueError in other threads
         # (test_another_thread_than_the_main_one_trains_without_listening).
         if threading.current_thread() is threading.main_thread() and not self._listens:
-            self._previous = signal.signal(signal.SIGTERM, handle)
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
             self._listens = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        self._workers.set_flags(ControlFlags.SAVE)
+
+    def is_agreed(self) -> bool:
+        """Whether the signal had reached some worker at the last collective; equal on all, which must all call it."""
+        if ControlFlags.SAVE in self._workers.agreed_flags:
+            self._agreed = True
+            self._workers.clear_flags(ControlFlags.SAVE)
+        elif self._came and not self._agreed:
+            # Once more: the signal may have come in the middle of an exchange, and its flag been lost.
+            self._workers.set_flags(ControlFlags.SAVE)
+        return self._agreed
 
     def restore(self, *, again: bool, exits: bool) -> None:
         """Restores the former handler (the default for one that is not Python's).
@@ -399,5 +401,5 @@ class _Termination:
         # A second SIGTERM would end the process by the default handler, with another exit code than the 75 that tells a
         # scheduler to start it again.
         signal.signal(signal.SIGTERM, signal.SIG_IGN if exits and former == signal.SIG_DFL else former)
-        if self.came and again:
+        if self._came and again:
             signal.raise_signal(signal.SIGTERM)

@@ -19,6 +19,23 @@ from lockstep_tools.recipes.shuffling import plan_batches, seeded_generator
 from lockstep_tools.recipes.text.tokenizer import TokenRows
 
 
+class _MaskedTokens:
+    """The tokens of all rows with those of one epoch masked. They follow from seed and epoch, so none are saved."""
+
+    def __init__(self, rows: TokenRows, *, hide: float, mask_id: int, seed: int) -> None:
+        self._rows, self._hide, self._mask_id, self._seed = rows, hide, mask_id, seed
+        self.tokens = rows.tokens
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._hide:
+            tokens = self._rows.tokens
+            # All rows at once: a generator for each row took 2 ms of a step.
+            hidden = torch.rand(len(tokens), generator=seeded_generator(self._seed, epoch)) < self._hide
+            hidden[self._rows.ends - 1] = False
+            hidden[self._rows.ends - self._rows.lengths] = False
+            self.tokens = tokens.masked_fill(hidden, self._mask_id)
+
+
 class ReviewRows(Dataset[dict[str, Any]]):
     """Token rows for the Trainer: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
 
@@ -37,7 +54,7 @@ class ReviewRows(Dataset[dict[str, Any]]):
     ) -> None:
         self._rows = TokenRows(encoded)
         self._classes = list(classes)
-        self._hide, self._mask_id, self._seed = hide, mask_id, seed
+        self._masked = _MaskedTokens(self._rows, hide=hide, mask_id=mask_id, seed=seed)
         self.set_epoch(0)
 
     @property
@@ -53,13 +70,7 @@ class ReviewRows(Dataset[dict[str, Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Masks the tokens of that epoch, counted from 0."""
-        self._masked = self._rows.tokens
-        if self._hide:
-            # All rows at once: a generator for each row took 2 ms of a step.
-            hidden = torch.rand(len(self._masked), generator=seeded_generator(self._seed, epoch)) < self._hide
-            hidden[self._rows.ends - 1] = False
-            hidden[self._rows.ends - self.lengths] = False
-            self._masked = self._masked.masked_fill(hidden, self._mask_id)
+        self._masked.set_epoch(epoch)
 
     def sorted_by_length(self) -> ReviewRows:
         """Returns the unmasked rows from the shortest to the longest, which pads least."""
@@ -71,7 +82,7 @@ class ReviewRows(Dataset[dict[str, Any]]):
         return len(self._classes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = self._row(self._masked, index)
+        tokens = self._row(self._masked.tokens, index)
         return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._classes[index]}
 
     def _row(self, tokens: Tensor, index: int) -> list[int]:

@@ -99,7 +99,7 @@ def check_resume(folder: Path, check: ResumeCheck, *, finished: bool) -> None:
             " as runs/reviews/checkpoints/20260101-120000/checkpoint-109"
         )
     saved = saved_settings(folder)
-    check.load_state_dict({name: saved[name] for name in saved if not (finished and name == "epochs")})
+    check.check_state_dict({name: saved[name] for name in saved if not (finished and name == "epochs")})
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -180,7 +180,8 @@ def train_reviews(
         if checkpoint_dir is None:  # the best epoch is read back from its checkpoint
             checkpoint_dir = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
         args = trainers.training_arguments(config, checkpoint_dir, on_cpu=strategy.devices[0].kind == "CPU")
-        added = [*callbacks, trainers.SettingsCallback(check)]
+        sigterm = stack.enter_context(closing(trainers.SaveAtSigterm(strategy)))
+        added = [*callbacks, trainers.SettingsCallback(check), sigterm]
         trainer = trainers.ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=added)
         logger = None
         if log_dir is not None and is_chief:

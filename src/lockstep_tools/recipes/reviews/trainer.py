@@ -13,11 +13,13 @@ import torch
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lockstep import console
 from lockstep.errors import NonFiniteLossError
 from lockstep.extras import require
 from lockstep.integrations.transformers import Trainer
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
+from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED, Termination
 from lockstep.train.callbacks.loggers import ScalarLogger
 from lockstep.train.logs import History, StepClock
 from lockstep.train.trained_model import Position
@@ -26,7 +28,7 @@ from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import ReviewsTask, build_collator
 from lockstep_tools.recipes.training import LOGGED_EVERY, ResumeCheck
 
-_SAVED_AS, _SETTINGS = "lockstep.History", "lockstep.settings"
+_SAVED_AS, _LOSSES, _SETTINGS = "lockstep.History", "lockstep.losses", "lockstep.settings"
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -119,6 +121,43 @@ class SettingsCallback(TrainerCallback):
         saved[_SETTINGS] = self._check.state_dict()
 
 
+class SaveAtSigterm(TrainerCallback):
+    """On SIGTERM to any worker all save after the update, and exit with 75, as ``BackupAndRestore`` has it.
+
+    At the end of an epoch they do so after its validation. Call ``close`` when the training has ended, however it did.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._workers = strategy.workers
+        self._signal = Termination()
+        self._ended = self._exits = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._signal.listen(self._workers)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Asks for a checkpoint in the middle of an epoch, and for a log of the losses since the last, for the mean."""
+        if self._signal.is_agreed() and not float(state.epoch or 0).is_integer():
+            control.should_save = control.should_log = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._signal.is_agreed():
+            return
+        if self._workers.is_chief:
+            path = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+            console.write_line(f"SIGTERM: saved {state.global_step} updates to {path}; start again to go on")
+        self._exits = True
+        raise SystemExit(SAVED_AND_STOPPED)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._ended = True
+        self.close()
+
+    def close(self) -> None:
+        """Restores the handler of the signal. One that came too late for the training is sent again."""
+        self._signal.restore(again=self._ended, exits=self._exits)
+
+
 def saved_settings(checkpoint: Path) -> dict[str, Any]:
     """The settings of the run that saved a checkpoint; empty for a run of transformers' own Trainer."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -163,6 +202,7 @@ class HistoryCallback(TrainerCallback):
         self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
+        self._resumed_at = 0  # updates of this epoch before the training was interrupted
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Restores the history from the checkpoint, if there is one; starts the progress bar and the logger."""
@@ -178,8 +218,10 @@ class HistoryCallback(TrainerCallback):
             callback.on_train_begin({})
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._epoch = int(state.epoch or 0)
-        self._losses = []
+        part, self._epoch = math.modf(state.epoch or 0)[0], int(state.epoch or 0)
+        saved: Any = state.stateful_callbacks
+        self._losses = [(number, loss) for number, loss in saved[_LOSSES]] if part else []
+        self._resumed_at = sum(number for number, _ in self._losses)
         for callback in (self._bar, self._logger):
             callback.on_epoch_begin(self._epoch, {})
         self._view.clock = StepClock()
@@ -189,8 +231,8 @@ class HistoryCallback(TrainerCallback):
         """Stops the clock of this update and starts that of the next, whose batch is fetched now."""
         clock = self._view.clock
         # The last update of an epoch may have fewer rows.
-        clock.stop(rows=min(self._batch_size, self._rows - clock.examples))
-        self._bar.on_train_batch_end(clock.steps - 1, self._mean_loss())
+        clock.stop(rows=min(self._batch_size, self._rows - self._resumed_at * self._batch_size - clock.examples))
+        self._bar.on_train_batch_end(self._resumed_at + clock.steps - 1, self._mean_loss())
         clock.start()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -213,10 +255,12 @@ class HistoryCallback(TrainerCallback):
             )
         self._losses.append((state.global_step - self._logged, loss))
         self._logged = state.global_step
+        saved: Any = state.stateful_callbacks
+        saved[_LOSSES] = self._losses
         view = self._view
         view.learning_rate, view.grad_norm = logs["learning_rate"], logs.get("grad_norm")
         view.training_state.position = Position(step=state.global_step)
-        self._logger.on_train_batch_end(view.clock.steps - 1, self._mean_loss())
+        self._logger.on_train_batch_end(self._resumed_at + view.clock.steps - 1, self._mean_loss())
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
