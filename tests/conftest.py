@@ -14,13 +14,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from multiprocessing import forkserver
-from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
+from tests.programs.forking import begin_processes_with
 
 # Before anything loads OpenMP, here and in all processes of tests: its threads else burn the cores, which tests share,
 # while they wait for each other. 40 small steps on two threads took 20 s of processor time beside others, so 5 s.
@@ -204,12 +203,14 @@ class Program:
         stderr: the same of its errors.
     """
 
-    def __init__(self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str], network: str = ""
+    ) -> None:
         self._forks = forks
         self.args = list(words)
         self.returncode: int | None = None
         (printed, out), (errors, err) = os.pipe(), os.pipe()
-        request = {"words": self.args, "folder": str(folder), "environment": dict(environment)}
+        request = {"words": self.args, "folder": str(folder), "environment": dict(environment), "network": network}
         self.pid = forks.begin(request, [out, err])
         os.close(out)
         os.close(err)
@@ -342,24 +343,19 @@ def _processes_begin_with_the_imports_too(request: pytest.FixtureRequest) -> Non
     """Has multiprocessing fork from the server of all tests, where there is one, rather than import all that again."""
     if not hasattr(request.config, "workerinput"):
         return
-    own = forkserver._forkserver
-    own._forkserver_address = arbitrary_address("AF_UNIX")
-    until, own._forkserver_alive_fd = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(own._forkserver_address)
-        listener.listen()
-        request.getfixturevalue("forks").begin({"processes": True}, [listener.fileno(), until])
-    os.close(until)
-    own.ensure_running = lambda: None
+    begin_processes_with(request.getfixturevalue("forks").begin)
 
 
 @pytest.fixture
 def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """``python("-c", code)``: starts that in the test's folder; what still runs at the end of the test is killed."""
+    """``python("-c", code)``: starts that in the test's folder; what still runs at the end of the test is killed.
+
+    ``network`` is the name of a network namespace to run it in.
+    """
     with ExitStack() as stack:
 
-        def start(*words: str, folder: Path = tmp_path, **variables: str) -> Program:
-            return stack.enter_context(closing(Program(forks, words, folder, {**os.environ, **variables})))
+        def start(*words: str, folder: Path = tmp_path, network: str = "", **variables: str) -> Program:
+            return stack.enter_context(closing(Program(forks, words, folder, {**os.environ, **variables}, network)))
 
         yield start
 

@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic_training.py"
 STEP = re.compile(r"step (\d+) ([\d.]+)")
@@ -44,13 +45,22 @@ class Run:
 
 def workers_of(launcher: int) -> list[int]:
     """The processes of the workers that a launcher has at the moment."""
-    found = []
-    # torch's agent starts all of them in its main thread.
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            if b"lockstep.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+    # torch's agent starts all of them in its main thread, each in a session of its own.
+    pids = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    return [pid for pid in pids if leads_a_session(pid)]
+
+
+def leads_a_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:  # it has ended meanwhile
+        return False
+
+
+def start_python(*words: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 class Killer:
@@ -91,18 +101,13 @@ class Killer:
         self._killed_at, self._due_s = time.time(), None
 
 
-def train(folder: Path, *, steps: int, workers: str, kills: int, seed: int) -> Run:
-    """Trains to the end, and kills workers at most so often on the way."""
+def train(
+    folder: Path, *, steps: int, workers: str, kills: int, seed: int, start: Callable[..., Any] = start_python
+) -> Run:
+    """Trains to the end, and kills workers at most so often on the way. ``start`` starts Python in the folder."""
     run = Run()
     words = ["--workers", workers, *(["--rejoin-s", "3"] if ":" in workers else []), str(PROGRAM), str(steps)]
-    errors = folder / f"errors-{seed}.txt"
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep_tools.cli", "run", *words, f"backup-{seed}"],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=file,
-        )
+    process = start("-m", "lockstep_tools.cli", "run", *words, f"backup-{seed}", folder=folder)
     killer = Killer(process.pid, run, kills=kills, seed=seed)
     try:
         for line in lines_of(process, killer):
@@ -111,18 +116,17 @@ def train(folder: Path, *, steps: int, workers: str, kills: int, seed: int) -> R
             elif line.startswith("fingerprint "):
                 run.fingerprint = line.split()[1]
         run.exit_code = process.wait(LIMIT_S)
+        run.said = [line for line in process.stderr.read().splitlines() if line.startswith("lockstep: ")]
     finally:
         process.kill()
         process.wait()
-    run.said = [line for line in errors.read_text().splitlines() if line.startswith("lockstep: ")]
     return run
 
 
-def lines_of(process: subprocess.Popen[bytes], killer: Killer) -> Iterator[str]:
+def lines_of(process: Any, killer: Killer) -> Iterator[str]:
     """What the process prints, to its end; meanwhile the killer strikes when it is time."""
-    assert process.stdout is not None
     end_s, partial = time.monotonic() + LIMIT_S, ""
-    with process.stdout, selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while time.monotonic() < end_s:
             if selector.select(killer.wait_s):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
+import os
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.elastic_campaign import PROGRAM, STEP, Run, train
+from tests.conftest import Program
+from tests.elastic_campaign import PROGRAM, STEP, train
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
@@ -17,45 +19,45 @@ LIMIT_S = 120
 SAVED_AND_STOPPED = 75
 
 
+Start = Callable[..., Any]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One worker, without a loss."""
-    return train(tmp_path_factory.mktemp("undisturbed"), steps=STEPS, workers="1", kills=0, seed=0)
+def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of one process that trains without a loss."""
+    words = [str(PROGRAM), str(STEPS), "backup", "alone"]
+    with closing(Program(forks, words, tmp_path_factory.mktemp("undisturbed"), os.environ)) as process:
+        _, lines = go_on(process, until=None)
+    return lines[-1].split()[1]
 
 
-@pytest.mark.timeout(400)
-def test_random_kills_of_up_to_three_of_four_workers_change_no_bit(undisturbed: Run, tmp_path: Path):
-    run = train(tmp_path, steps=STEPS, workers="1:4", kills=3, seed=1)
+def test_random_kills_of_up_to_three_of_four_workers_change_no_bit(python: Start, undisturbed: str, tmp_path: Path):
+    run = train(tmp_path, steps=STEPS, workers="1:4", kills=3, seed=1, start=python)
 
-    assert undisturbed.fingerprint
-    assert (run.exit_code, run.fingerprint) == (0, undisturbed.fingerprint), run.said
+    assert (run.exit_code, run.fingerprint) == (0, undisturbed), run.said
     assert run.killed
     assert any("SIGKILL" in line for line in run.said)
 
 
-def go_on(folder: Path, words: Sequence[str], *, until: int | None) -> tuple[int, list[str]]:
-    """Goes on with the training until SIGTERM after a step, or to the end; exit code and what was printed."""
-    process = subprocess.Popen([sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = []
-    with process.stdout:
-        for line in process.stdout:
-            lines.append(line)
-            if until is not None and (step := STEP.match(line)) and int(step[1]) >= until:
-                process.terminate()
-                until = None
-    return process.wait(LIMIT_S), lines
-
-
-@pytest.mark.timeout(400)
-def test_a_job_one_process_and_another_job_take_turns(undisturbed: Run, tmp_path: Path):
+def test_a_job_one_process_and_another_job_take_turns(python: Start, undisturbed: str):
     program = [str(PROGRAM), str(STEPS), "backup"]
     run = ["-m", "lockstep_tools.cli", "run", "--workers"]
 
-    job, _ = go_on(tmp_path, [*run, "1:4", *program], until=15)
-    alone, lines = go_on(tmp_path, [*program, "alone"], until=45)
-    code, end = go_on(tmp_path, [*run, "1:3", *program], until=None)
+    job, _ = go_on(python(*run, "1:4", *program), until=15)
+    alone, lines = go_on(python(*program, "alone"), until=45)
+    code, end = go_on(python(*run, "1:3", *program), until=None)
 
     assert (job, alone, code) == (SAVED_AND_STOPPED, SAVED_AND_STOPPED, 0)
     assert min(int(step[1]) for step in map(STEP.match, lines) if step) > 10
-    assert end[-1].split() == ["fingerprint", undisturbed.fingerprint]
+    assert end[-1].split() == ["fingerprint", undisturbed]
+
+
+def go_on(process: Any, *, until: int | None) -> tuple[int, list[str]]:
+    """Lets a training go on until SIGTERM after a step, or to the end; exit code and what was printed."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if until is not None and (step := STEP.match(line)) and int(step[1]) >= until:
+            process.terminate()
+            until = None
+    return process.wait(LIMIT_S), lines

@@ -4,11 +4,14 @@ A forked process leaves this program by its end, as any other does: with its tra
 code. It has no thread and no state of any other one; of torch nothing has run before.
 
     every connection is served by a fork of its own, which answers
-    {"words", "folder", "environment"}: begins what ``python WORDS`` does, and gives its process id
+    {"words", "folder", "environment"}: begins what ``python WORDS`` does, and gives its process id; with "orphan" it
+        leads a session, and the next process above that takes orphans in is its parent
     {"file", "function", "arguments", "environment", "network"}: the same for a function of a file
     {"processes": true}: begins what multiprocessing forks its processes from
     {"wait": pid}: gives the exit code of one that has ended, negative for a signal
     with the first two come the files for stdout and stderr, with the third those where it is asked and how long
+
+A program has a server below it, of which the workers of ``lockstep run`` and multiprocessing's server are forked.
 """
 
 from __future__ import annotations
@@ -17,17 +20,21 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import json
-import multiprocessing.forkserver
 import os
 import random
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +69,7 @@ PRELOADED = (
 )
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Request = dict[str, Any]
@@ -106,7 +114,7 @@ def serve(requests: socket.socket) -> Request | None:
             _, status = os.waitpid(request["wait"], 0)
             requests.send(str(os.waitstatus_to_exitcode(status)).encode())
             continue
-        if not (pid := fork_here()):
+        if not (pid := fork_orphan() if "orphan" in request else fork_here()):
             requests.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if "processes" not in request:
@@ -125,6 +133,23 @@ def fork_here() -> int:
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
     return pid
+
+
+def fork_orphan() -> int:
+    """As ``os.fork``; the fork leads a session, and its parent has ended."""
+    reading, writing = os.pipe()
+    if middle := os.fork():
+        os.close(writing)
+        os.waitpid(middle, 0)
+        with open(reading) as file:  # noqa: PTH123 - a pipe
+            return int(file.read())
+    if pid := os.fork():
+        os.write(writing, b"%d" % pid)
+        os._exit(0)
+    os.setsid()
+    os.close(reading)
+    os.close(writing)
+    return 0
 
 
 def settle(request: Request, files: list[int]) -> None:
@@ -151,12 +176,69 @@ def settle(request: Request, files: list[int]) -> None:
     torch.seed()
 
 
-def run_python(first: str, *words: str) -> None:
-    """``python FIRST WORDS``: ``-c`` and code, ``-m`` and a module, or a file. The program is ``__main__``."""
+def begin_below() -> Request | None:
+    """Forks a server for this program alone; in what is forked of that, what to do."""
+    requests, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not fork_here():
+        requests.close()
+        return serve(connection) or os._exit(0)
+    connection.close()
+
+    def begin(request: Request, files: Sequence[int]) -> int:
+        socket.send_fds(requests, [json.dumps(request).encode()], files)
+        return int(requests.recv(2**16))
+
+    begin_workers_with(begin)
+    begin_processes_with(begin)
+    return None
+
+
+def begin_workers_with(begin: Callable[[Request, Sequence[int]], int]) -> None:
+    """Has subprocess fork the workers of ``lockstep run`` by that function."""
+    execute = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def fork(command: Sequence[bytes], *rest: Any) -> int:
+        words = [os.fsdecode(word) for word in command[1:]]
+        if "lockstep.launch.worker" not in words[:3]:
+            return execute(command, *rest)
+        environment = dict(os.fsdecode(variable).split("=", 1) for variable in rest[4])
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        pid = begin({"words": words, "folder": str(Path.cwd()), "environment": environment, "orphan": True}, [1, 2])
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        return pid
+
+    subprocess._fork_exec = fork  # type: ignore[attr-defined]
+
+
+def begin_processes_with(begin: Callable[[Request, Sequence[int]], int]) -> None:
+    """Has multiprocessing fork its processes of one that is begun by that function, when the first is wanted."""
+    own = forkserver._forkserver
+
+    def ensure_running() -> None:
+        if own._forkserver_address is not None:
+            return
+        own._forkserver_address = arbitrary_address("AF_UNIX")
+        until, own._forkserver_alive_fd = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(own._forkserver_address)
+            listener.listen()
+            begin({"processes": True}, [listener.fileno(), until])
+        os.close(until)
+
+    own.ensure_running = ensure_running  # type: ignore[method-assign]
+
+
+def run_python(words: list[str]) -> None:
+    """``python WORDS``: ``-c`` and code, ``-m`` and a module, or a file. The program is ``__main__``."""
+    first, *words = words
+    if first == "-u":
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
+        first, *words = words
     main = sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = [first, *words]
     if first == "-m":
-        sys.argv, sys.path[0] = list(words), str(Path.cwd())
+        sys.argv, sys.path[0] = words, str(Path.cwd())
+        sys.modules.pop("lockstep.launch.worker", None)  # which it may be; runpy warns of what is there already
         runpy._run_module_as_main(words[0])
         return
     if first == "-c":
@@ -168,17 +250,27 @@ def run_python(first: str, *words: str) -> None:
     exec(code, vars(main))
 
 
-if __name__ == "__main__":
-    listening, life = map(int, sys.argv[1:])
-    connection = listen(socket.socket(fileno=listening), life)
-    work = None if connection is None else serve(connection)
-    if work is not None and "processes" in work:
-        multiprocessing.forkserver.main(*work["files"], preload=[])
-    elif work is not None and "words" in work:
-        run_python(*work["words"])
-    elif work is not None:
+def run(work: Request) -> None:
+    """Does what a fork was asked for."""
+    if "processes" in work:
+        forkserver.main(*work["files"], preload=[])
+    elif "words" in work:
+        below = None if "orphan" in work else begin_below()
+        if below is None:
+            run_python(work["words"])
+        else:
+            run(below)
+    else:
         try:
             runpy.run_path(work["file"])[work["function"]](*work["arguments"])
         except BaseException:
             os.write(1, f"\nraised at {time.monotonic()}\n".encode())
             raise
+
+
+if __name__ == "__main__":
+    listening, life = map(int, sys.argv[1:])
+    connection = listen(socket.socket(fileno=listening), life)
+    work = None if connection is None else serve(connection)
+    if work is not None:
+        run(work)
