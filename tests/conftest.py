@@ -204,13 +204,13 @@ class Program:
     """
 
     def __init__(
-        self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str], network: str = ""
+        self, forks: Forks, words: Sequence[str], folder: Path, environment: Mapping[str, str], **request: Any
     ) -> None:
         self._forks = forks
         self.args = list(words)
         self.returncode: int | None = None
         (printed, out), (errors, err) = os.pipe(), os.pipe()
-        request = {"words": self.args, "folder": str(folder), "environment": dict(environment), "network": network}
+        request = {"words": self.args, "folder": str(folder), "environment": dict(environment), **request}
         self.pid = forks.begin(request, [out, err])
         os.close(out)
         os.close(err)
@@ -350,12 +350,16 @@ def _processes_begin_with_the_imports_too(request: pytest.FixtureRequest) -> Non
 def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """``python("-c", code)``: starts that in the test's folder; what still runs at the end of the test is killed.
 
-    ``network`` is the name of a network namespace to run it in.
+    ``network`` is the name of a network namespace to run it in. With ``forks_workers`` those of ``lockstep run`` begin
+    with the imports too, for tests that send no signal until they have all begun.
     """
     with ExitStack() as stack:
 
-        def start(*words: str, folder: Path = tmp_path, network: str = "", **variables: str) -> Program:
-            return stack.enter_context(closing(Program(forks, words, folder, {**os.environ, **variables}, network)))
+        def start(
+            *words: str, folder: Path = tmp_path, network: str = "", forks_workers: bool = False, **variables: str
+        ) -> Program:
+            environment, how = {**os.environ, **variables}, {"network": network, "forks_workers": forks_workers}
+            return stack.enter_context(closing(Program(forks, words, folder, environment, **how)))
 
         yield start
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,8 @@ def start_lockstep(python: Start) -> Start:
 def run_lockstep(start_lockstep: Start) -> Run:
     """``run_lockstep("devices", ...)``: runs the command to its end, in a process of its own."""
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        process = start_lockstep(*words)
+    def run(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        process = start_lockstep(*words, **how)
         out, err = process.communicate(timeout=LIMIT_S)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -43,7 +44,7 @@ def train_on_two_workers(run_lockstep: Run, tmp_path: Path) -> Callable[..., Non
     def train(*words: str) -> None:
         recipe = ("-m", "lockstep_tools.cli", "train", *words, "--devices", "cpu:1", "--epochs", "1")
 
-        done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe)
+        done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe, forks_workers=True)
 
         assert done.returncode == 0, done.stderr
         assert "[0] 2 workers, 2 replicas: worker 0 (" in done.stdout

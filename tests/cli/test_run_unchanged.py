@@ -74,7 +74,8 @@ def saved(folder: Path) -> list[Tensor]:
     ],
 )
 def test_two_processes_train_as_one_on_the_whole_batch(run_lockstep: Run, tmp_path: Path, script: str, order: Order):
-    done = run_lockstep("run", "--workers", "2", "--output", "all", str(EXAMPLES / script), "trained")
+    words = ("run", "--workers", "2", "--output", "all", str(EXAMPLES / script), "trained")
+    done = run_lockstep(*words, forks_workers=True)
 
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^\[(\d)\] process (\d) of (\d): the weights add up to (\S+)$", done.stdout, re.MULTILINE)
@@ -103,7 +104,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_the_traceback_of_the_process_that_failed_is_shown(run_lockstep: Run, tmp_path: Path, script: str):
     (tmp_path / "breaks.py").write_text(BREAKS)
 
-    done = run_lockstep("run", "--workers", "2", "breaks.py", str(EXAMPLES / script), "trained")
+    done = run_lockstep("run", "--workers", "2", "breaks.py", str(EXAMPLES / script), "trained", forks_workers=True)
 
     assert done.returncode == 1
     told = done.stderr[done.stderr.index("lockstep: the last output of worker 1:\n") :].splitlines()

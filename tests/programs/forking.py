@@ -11,7 +11,8 @@ code. It has no thread and no state of any other one; of torch nothing has run b
     {"wait": pid}: gives the exit code of one that has ended, negative for a signal
     with the first two come the files for stdout and stderr, with the third those where it is asked and how long
 
-A program has a server below it, of which the workers of ``lockstep run`` and multiprocessing's server are forked.
+A program has a server below it, of which multiprocessing's server is forked and, with "forks_workers", the workers of
+``lockstep run``. These print before their launcher has started all of them, which a new interpreter is too slow for.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def settle(request: Request, files: list[int]) -> None:
     torch.seed()
 
 
-def begin_below() -> Request | None:
+def begin_below(work: Request) -> Request | None:
     """Forks a server for this program alone; in what is forked of that, what to do."""
     requests, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not fork_here():
@@ -188,7 +189,8 @@ def begin_below() -> Request | None:
         socket.send_fds(requests, [json.dumps(request).encode()], files)
         return int(requests.recv(2**16))
 
-    begin_workers_with(begin)
+    if work.get("forks_workers"):
+        begin_workers_with(begin)
     begin_processes_with(begin)
     return None
 
@@ -255,7 +257,7 @@ def run(work: Request) -> None:
     if "processes" in work:
         forkserver.main(*work["files"], preload=[])
     elif "words" in work:
-        below = None if "orphan" in work else begin_below()
+        below = None if "orphan" in work else begin_below(work)
         if below is None:
             run_python(work["words"])
         else:

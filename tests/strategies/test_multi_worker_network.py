@@ -318,7 +318,9 @@ def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_a
     hosts = f"{HOSTS[0]}:29500,{HOSTS[1]}:29500"
     words = ["-c", IN_ONE_STREAM, "run", "--workers", "1:1", "--rejoin-s", "1", "--hosts", hosts, "--index"]
     program = [str(TRAINING), "100000", "backup"]
-    launchers = [python(*words, str(index), *program, network=network.names[index]) for index in range(2)]
+    launchers = [
+        python(*words, str(index), *program, network=network.names[index], forks_workers=True) for index in range(2)
+    ]
     first = launchers[0].stdout
 
     read_until(first, "step 11 ")
