@@ -20,7 +20,7 @@ import lockstep as ls
 
 LIMIT_S = 300
 """For a launch, whose error says where each worker stood; a minute on two cores that have nothing else to do."""
-pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30), pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel.py"
 BOTH = ("bert", "gpt2")

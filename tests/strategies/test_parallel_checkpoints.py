@@ -25,7 +25,7 @@ import lockstep as ls
 from lockstep.checkpoint.format import Contents, read_checkpoint
 from lockstep.errors import CheckpointError
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_checkpoints.py"
 LIMIT_S = 250

@@ -18,7 +18,7 @@ import torch
 import lockstep as ls
 
 LIMIT_S = 300
-pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30), pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "plain_modules.py"
 MODULES = ("mlp", "cnn", "vit", "two inputs", "unet")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lockstep as ls
 
-pytestmark = [pytest.mark.workers, pytest.mark.timeout(330), pytest.mark.slow]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(330), pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 MODELS = Path(__file__).parent / "programs" / "small_models.py"
 WAYS = [(sequences, checkpointing) for sequences in (False, True) for checkpointing in (False, True)]
 

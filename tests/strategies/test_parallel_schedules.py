@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import choose_pipeline_config
 
-pytestmark = [pytest.mark.workers, pytest.mark.slow]
+pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_schedules.py"
 LIMIT_S = 250

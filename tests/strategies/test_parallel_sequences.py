@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError, UsageError
 
-pytestmark = [pytest.mark.workers, pytest.mark.slow]
+pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 
 LIMIT_S = 250
 MODELS = Path(__file__).parent / "programs" / "small_models.py"

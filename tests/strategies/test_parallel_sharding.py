@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lockstep as ls
 
-pytestmark = [pytest.mark.workers, pytest.mark.slow]
+pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_sharding.py"
 WORKERS = 4

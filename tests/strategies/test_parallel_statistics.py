@@ -17,7 +17,7 @@ import torch
 import lockstep as ls
 
 LIMIT_S = 120
-pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30), pytest.mark.usefixtures("one_core")]
 PROGRAM = Path(__file__).parent / "programs" / "statistics.py"
 
 

@@ -14,7 +14,7 @@ import lockstep as ls
 from lockstep.errors import UsageError
 
 LIMIT_S = 120
-pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30), pytest.mark.usefixtures("one_core")]
 
 
 def network() -> nn.Sequential:

@@ -20,7 +20,12 @@ import lockstep as ls
 
 LIMIT_S = 400
 PROGRAM = Path(__file__).parent / "programs" / "model_types.py"
-pytestmark = [pytest.mark.slow, pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.workers,
+    pytest.mark.timeout(LIMIT_S + 30),
+    pytest.mark.usefixtures("one_core"),
+]
 
 Found = dict[str, tuple[list[float], dict[str, Tensor]]]
 TYPES = list(runpy.run_path(str(PROGRAM), run_name="model_types")["TYPES"])

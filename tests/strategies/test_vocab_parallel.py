@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.errors import UsageError
 
-pytestmark = [pytest.mark.workers, pytest.mark.slow]
+pytestmark = [pytest.mark.workers, pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 
 LIMIT_S = 250
 WORDS = {"uneven": 10, "some without": 5}  # among four: 3, 3, 3, 1 and 2, 2, 1, 0
