@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
@@ -373,15 +373,28 @@ def here() -> ReplicaContext:
     return context
 
 
+@contextmanager
+def computing_on(threads: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def one_core() -> Iterator[None]:
     """torch computes on one thread: tiny models are faster so."""
-    import torch
+    with computing_on(1):
+        yield
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    """torch computes on two threads, whatever OMP_NUM_THREADS is: two replicas of a strategy run at a time."""
+    with computing_on(2):
+        yield
 
 
 @pytest.fixture

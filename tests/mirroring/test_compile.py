@@ -238,7 +238,9 @@ class Long(nn.Module):
         return x
 
 
-def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(strategy: MirroredStrategy) -> None:
+def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(
+    two_cores: None, strategy: MirroredStrategy
+) -> None:
     mirrored = strategy.mirror(Long())
     mirrored.compile_as(Compilation())
     x, done = torch.ones(200_000), threading.Event()

@@ -146,7 +146,7 @@ def test_any_exception_passes(kind: type[BaseException], make_strategy: MakeStra
     assert all_are_there(strategy)
 
 
-def test_a_replica_in_an_endless_loop_does_not_keep_a_failed_run(make_strategy: MakeStrategy):
+def test_a_replica_in_an_endless_loop_does_not_keep_a_failed_run(two_cores: None, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     began = time.monotonic()
 
@@ -157,9 +157,8 @@ def test_a_replica_in_an_endless_loop_does_not_keep_a_failed_run(make_strategy: 
     assert all_are_there(strategy)
 
 
-def test_replicas_that_wait_for_a_turn_are_stopped_too(fresh_devices: object, monkeypatch: pytest.MonkeyPatch):
+def test_replicas_that_wait_for_a_turn_are_stopped_too(two_cores: None, fresh_devices: object):
     # Of six replicas two issue at a time on one core each: while one loops, four wait for a turn that never comes.
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     (cpu,) = list_physical_devices("CPU")
     set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 6)
     strategy = MirroredStrategy(list_logical_devices("CPU"), seed=0)
