@@ -10,7 +10,8 @@ from contextlib import closing
 
 import torch
 import torch.nn.functional as F
-from tests.stand_in import StandInDriver, stand_in_gpus
+from tests import oracle
+from tests.stand_in import stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -21,7 +22,7 @@ from lockstep.mirroring.gradients.local_sum import Copies
 from lockstep.mirroring.partition import WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 
-BUCKET_BYTES = 256
+BUCKET_BYTES = 64
 
 
 class Loop:
@@ -39,27 +40,7 @@ class Loop:
         assert (work, waiting_in) == ("on its way", "the exchange of gradients")
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(0)
-    return [(torch.randn(n, 4, generator=random).double(), torch.arange(n) % 3) for n in (8, 7, 1)]
-
-
-def by_hand() -> list[Tensor]:
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in module.parameters()]
-
-
-def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> tuple[list[Tensor], Loop]:
+def train(devices: Sequence[ls.config.LogicalDevice]) -> tuple[nn.Module, Loop]:
     loop = Loop()
 
     def make_exchange(parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> BucketExchange:
@@ -75,9 +56,9 @@ def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> 
 
     with closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
         strategy._mirrored = MirroredObjects(make_exchange, WholeModels())
-        module = net()
+        module = oracle.mlp()
         replicated = strategy.mirror(module)
-        optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+        optimizer = strategy.mirror(oracle.sgd(module.parameters()))
 
         def step(batch: tuple[Tensor, Tensor]) -> None:
             x, y = batch
@@ -85,18 +66,17 @@ def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> 
             optimizer.step()
             optimizer.zero_grad()
 
-        for batch in strategy.distribute_dataset(batches()):
+        for batch in strategy.distribute_dataset(oracle.vectors()):
             strategy.run(step, (batch,))
-        return [parameter.detach().clone() for parameter in module.parameters()], loop
+        return module, loop
 
 
 def test_buckets_of_two_shares_are_in_order_and_give_the_weights_of_one_device():
-    with stand_in_gpus((64, 64)) as (devices, driver):
-        found, loop = train(driver, devices)
+    with stand_in_gpus((64, 64)) as (devices, _):
+        module, loop = train(devices)
 
     assert len(set(loop.sent)) > 2  # several buckets a step
-    for ours, theirs in zip(found, by_hand(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    oracle.assert_close(module, oracle.train(oracle.mlp(), oracle.vectors()).module)
 
 
 def test_one_replica_leaves_no_marks():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import oracle
 from torch import nn
 
 import lockstep as ls
@@ -134,29 +135,23 @@ def test_two_backward_passes_around_a_look_add_up(make_strategy: MakeStrategy):
 
 
 def test_weights_updated_by_hand_in_the_step_are_those_of_one_device(make_strategy: MakeStrategy):
-    def update(net: nn.Module) -> None:
-        with torch.no_grad():
-            for each in net.parameters():
-                assert each.grad is not None
-                each -= 0.1 * each.grad
-                each.grad.zero_()
-
-    expected = make_net()
-    for x, y in BATCHES:
-        F.mse_loss(expected(x), y).backward()
-        update(expected)
     strategy, net = make_strategy(3), make_net()
     mirrored = strategy.mirror(net)
 
     def step(batch: Any) -> None:
         losses = F.mse_loss(mirrored(batch[0]), batch[1], reduction="none")[:, 0]
         ls.compute_average_loss(losses).backward()
-        update(mirrored)
+        with torch.no_grad():
+            for each in mirrored.parameters():
+                assert each.grad is not None
+                each -= 0.1 * each.grad
+                each.grad.zero_()
 
     for batch in strategy.distribute_dataset(BATCHES):
         strategy.run(step, (batch,))
 
-    torch.testing.assert_close(net.state_dict(), expected.state_dict())
+    expected = oracle.train(make_net(), BATCHES, lambda parameters: torch.optim.SGD(parameters, 0.1), F.mse_loss)
+    torch.testing.assert_close(net.state_dict(), expected.module.state_dict())
 
 
 def test_gradients_looked_at_in_the_step_and_stepped_outside(make_strategy: MakeStrategy):

@@ -232,7 +232,7 @@ def test_an_interrupt_that_was_not_raised_does_not_hit_the_next_job(
 
 
 def test_a_replica_that_never_stops_is_named_and_may_still_come_back(
-    make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+    two_cores: None, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runner, "STOP_GRACE_S", 0.01)
     monkeypatch.setattr(runner, "STOP_LIMIT_S", 0.01)

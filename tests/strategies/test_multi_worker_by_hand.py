@@ -9,65 +9,46 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from tests import oracle
+from tests.oracle import assert_close
+from torch import Tensor
 
 pytestmark = pytest.mark.workers
 
 
-def one_device(program: Any, name: str, norm: bool = False) -> tuple[nn.Module, list[float]]:
-    module, losses = program.net(norm=norm), []
-    optimizer = program.OPTIMIZERS[name](module.parameters())
-    for x, y, _ in program.normable() if norm else program.batches():
-        optimizer.zero_grad()
-        loss = program.per_example(module(x), y).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return module, losses
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+def one_device(program: Any, name: str, *, norm: bool = False, **how: Any) -> oracle.Training:
+    batches = program.normable() if norm else program.batches()
+    pairs = [batch[:2] for batch in batches]
+    return oracle.train(program.net(norm=norm), pairs, program.OPTIMIZERS[name], **{"loss": program.per_example} | how)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_loop_on_workers_is_the_loop_on_one_device(result: dict[str, Any], program: Any, name: str):
-    module, losses = one_device(program, name)
+    expected = one_device(program, name)
 
-    assert_close(result[name][1], losses)
-    assert_close(result[name][0], module.state_dict())
+    assert_close(result[name][1], expected.losses)
+    assert_close(result[name][0], expected.module)
 
 
 def test_synchronised_batch_norm_is_that_of_one_device(result: dict[str, Any], program: Any):
-    module, losses = one_device(program, "sgd", norm=True)
+    expected = one_device(program, "sgd", norm=True)
 
-    assert_close(result["sync batch norm"][1], losses)
-    assert_close(result["sync batch norm"][0], module.state_dict())
+    assert_close(result["sync batch norm"][1], expected.losses)
+    assert_close(result["sync batch norm"][0], expected.module)
 
 
 def test_gradients_that_are_added_up_by_hand_are_exchanged_whole(result: dict[str, Any], program: Any):
-    module = program.net()
-    optimizer = program.OPTIMIZERS["sgd"](module.parameters())
-    for index, (x, y, _) in enumerate(program.batches()):
-        program.per_example(module(x), y).sum().backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    def half(outputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        return program.per_example(outputs, targets).sum(), 0.5  # the sum of two is not divided
 
-    assert_close(result["twice"], module.state_dict())
+    assert_close(result["twice"], one_device(program, "sgd", accumulate=2, loss=half).module)
 
 
 def test_gradients_clipped_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
-    module, norms = program.net(), []
-    optimizer = program.OPTIMIZERS["sgd"](module.parameters())
-    for x, y, _ in program.batches():
-        program.per_example(module(x), y).mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = one_device(program, "sgd", clip_norm=0.1)
 
-    assert_close(result["clipped in the step"][1], norms)
-    assert_close(result["clipped in the step"][0], module.state_dict())
+    assert_close(result["clipped in the step"][1], expected.norms)
+    assert_close(result["clipped in the step"][0], expected.module)
 
 
 def test_gradients_clipped_outside_without_their_sums_are_refused(result: dict[str, Any]):
@@ -75,15 +56,7 @@ def test_gradients_clipped_outside_without_their_sums_are_refused(result: dict[s
 
 
 def test_weights_updated_by_hand_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
-    module = program.net()
-    for x, y, _ in program.batches():
-        module.zero_grad()
-        program.per_example(module(x), y).mean().backward()
-        with torch.no_grad():
-            for each in module.parameters():
-                each -= 0.1 * each.grad
-
-    assert_close(result["by hand"], module.state_dict())
+    assert_close(result["by hand"], one_device(program, "plain").module)
 
 
 def test_collectives_reach_all_replicas(result: dict[str, Any]):
