@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.conftest import here
+from tests.conftest import MakeStrategy, here
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 
 def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 
 class NormAct(nn.BatchNorm2d):

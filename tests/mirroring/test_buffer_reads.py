@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 REPLICAS = 4
 MEAN = "1.running_mean"

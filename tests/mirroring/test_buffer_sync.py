@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.module.module import MirroredModule
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.mirroring.module.module import MirroredModule
 
 ROWS = torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)).double()
 
@@ -197,9 +192,7 @@ def test_a_merge_call_changes_all_copies(nets: Any):
 
     def step(shard: Tensor) -> Tensor:
         mirrored(shard)
-        context = get_replica_context()
-        assert context is not None
-        context.merge_call(reset)
+        here().merge_call(reset)
         return mirrored(shard)  # type: ignore[no-any-return]
 
     plain(ROWS[0])
@@ -227,9 +220,7 @@ def test_what_replicas_change_themselves_stays_each_one_s_own(nets: Any):
     strategy, _, net, mirrored = nets
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 0:
+        if here().replica_id_in_sync_group == 0:
             mirrored.total.fill_(3.0)
         raise_later()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import here
 from tests.tiers import partly_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -248,9 +249,7 @@ def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(
 
     def step() -> list[float]:
         moments = [perf_counter()]
-        context = ls.get_replica_context()
-        assert context is not None
-        if context.local_replica == 0:
+        if here().local_replica == 0:
             mirrored(x)
             done.set()
         while not done.is_set():
@@ -290,8 +289,7 @@ def test_a_replica_that_divides_integers_by_zero_always_has_the_error_itself(
     strategy.run(lambda: (dividing(x, ones), other(floats)))
 
     def step() -> list[str]:
-        context = ls.get_replica_context()
-        assert context is not None
+        context = here()
         reported = []
         for _ in range(30):
             try:

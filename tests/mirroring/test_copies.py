@@ -2,22 +2,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.copies import Copying, storage_groups, uses_channels_last
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 CPU = torch.device("cpu")
 

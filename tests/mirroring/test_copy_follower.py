@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 STEPS = 4
 
@@ -343,8 +339,7 @@ def test_what_a_replica_sets_on_its_copy_is_its_own(make_strategy: MakeStrategy)
     mirrored = strategy.mirror(net)
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         mirrored.mine = context.local_replica
         mirrored.kept = mirrored.head.weight * context.local_replica
         mirrored.counts.append(context.local_replica)
@@ -368,9 +363,7 @@ def test_a_step_that_failed_leaves_the_copies_to_themselves(make_strategy: MakeS
     mirrored = strategy.mirror(Net())
 
     def fail() -> None:
-        context = get_replica_context()
-        assert context is not None
-        mirrored.mine = context.local_replica
+        mirrored.mine = here().local_replica
         raise KeyError("meant")
 
     with pytest.raises(KeyError):
@@ -447,8 +440,7 @@ def test_set_once_for_all_replicas_in_the_middle_of_a_run(make_strategy: MakeStr
         net.blocks[0].config.scale = 2.0
 
     def step() -> tuple[float, float, int]:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         mirrored.mine = context.local_replica
         context.merge_call(set_all)
         return mirrored.alpha, mirrored.blocks[1].config.scale, mirrored.mine

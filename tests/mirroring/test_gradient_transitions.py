@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.state import GradientHome
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.hooks import Totals
-
-if TYPE_CHECKING:
-    from lockstep.replicas.context import ReplicaContext
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 STATES = ("NONE", "REPLICAS", "PARTIAL_SUM", "FINAL_SUM", "SHOWN", "LOST")
 TABLE = """
@@ -196,11 +192,9 @@ def test_an_update_of_fit_counts_each_gradient_once(state: str, training: Traini
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_pass_of_one_replica_after_a_read_is_added(replica: int, steps_inside: bool, training: Training):
     def step(shard: Tensor) -> None:
-        context = get_replica_context()
-        assert context is not None
         training._backward(shard)
         assert training.mirrored.weight.grad is not None
-        if context.local_replica == replica:
+        if here().local_replica == replica:
             training.mirrored(training.rows).sum().backward()
         if steps_inside:
             training.optimizer.step()

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
-
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 ROWS = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
 Backward = Callable[[Tensor], None]
@@ -158,9 +152,7 @@ def test_a_replica_without_a_backward_pass_adds_nothing(make_strategy: MakeStrat
     one = torch.optim.SGD(expected.parameters(), 0.1)
 
     def step(shard: Tensor, skipped: int) -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group != skipped:
+        if here().replica_id_in_sync_group != skipped:
             mirrored(shard).square().sum().backward()
 
     for skipped in range(3):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests import oracle
+from tests.conftest import MakeStrategy
 from torch import nn
 
 import lockstep as ls
 from lockstep.errors import CollectiveError
 
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
-    Step = Callable[[nn.Module, torch.optim.Optimizer], Any]
+Step = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import UsageError
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 STEPS = 5
 
@@ -248,9 +241,7 @@ def test_what_each_replica_keeps_under_its_number_is_its_own(make_strategy: Make
     mirrored = strategy.mirror(net)
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        context = get_replica_context()
-        assert context is not None
-        found[context.local_replica] = output
+        found[here().local_replica] = output
 
     net.first.register_forward_hook(keep)
     (x,) = strategy.distribute_dataset([rows(0)])

@@ -5,20 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.mirroring.metric import MirroredMetric
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = pytest.importorskip("torchmetrics.classification")
@@ -332,8 +327,7 @@ def test_a_plain_metric_of_one_replica_is_its_own_business(make_strategy: MakeSt
     metric, plain = METRICS["accuracy"][0](), METRICS["accuracy"][0]()
 
     def step(batch: Batch) -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         scores, labels = (context.all_gather(each, 0) for each in batch)
         if context.replica_id_in_sync_group == 0:
             metric.update(scores, labels)

@@ -2,29 +2,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 
 def replica() -> int:
-    context = get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
+    return here().replica_id_in_sync_group
 
 
 def net() -> nn.Sequential:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.module.module import MirroredModule
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -306,9 +303,7 @@ def test_zero_grad_is_the_replica_s_inside_and_everyone_s_outside(make_strategy:
 
     def step() -> None:
         mirrored(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 1:
+        if here().replica_id_in_sync_group == 1:
             optimizer.zero_grad()
 
     strategy.run(step)

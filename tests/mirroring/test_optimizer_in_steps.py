@@ -6,21 +6,18 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests import oracle
+from tests.conftest import MakeStrategy, here
 from torch import nn
 
 import lockstep as ls
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [(batch := torch.randn(rows, 4, generator=GENERATOR), batch.sum(1, keepdim=True)) for rows in (9, 9, 7, 9)]
@@ -369,9 +366,7 @@ def test_gradients_that_were_read_are_not_added_up_once_more(
 
     def step(batch: Any) -> Any:
         loss_of(mirrored, batch).backward()
-        context = ls.get_replica_context()
-        assert context is not None
-        return way([each.grad for each in mirrored.parameters()], context)
+        return way([each.grad for each in mirrored.parameters()], here())
 
     with pytest.raises(UsageError, match=r"\.grad of shape .* sum over all replicas already"):
         strategy.reduce("sum", strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),)))
@@ -384,10 +379,8 @@ def test_gradients_of_a_replica_itself_are_added_up(make_strategy: MakeStrategy)
     mirrored = strategy.mirror(make_net())
 
     def step(batch: Any) -> Any:
-        context = ls.get_replica_context()
-        assert context is not None
         own = torch.autograd.grad(loss_of(mirrored, batch), list(mirrored.parameters()))
-        return context.all_reduce("sum", own)
+        return here().all_reduce("sum", own)
 
     found = strategy.local_results(strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),)))
     for gradients in found:
@@ -401,9 +394,7 @@ def test_one_replica_may_add_up_its_gradients(make_strategy: MakeStrategy):
 
     def step(batch: Any) -> Any:
         loss_of(mirrored, batch).backward()
-        context = ls.get_replica_context()
-        assert context is not None
-        return [(each.grad, context.all_reduce("sum", each.grad)) for each in mirrored.parameters()]
+        return [(each.grad, here().all_reduce("sum", each.grad)) for each in mirrored.parameters()]
 
     for gradient, total in strategy.run(step, (BATCHES[0],)):
         assert torch.equal(gradient, total)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.module.module import MirroredModule
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.strategies.mirrored import MirroredStrategy
 
 CLIP = 0.7
 OPTIMIZERS = {

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, NonFiniteLossError
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.hooks import Totals
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -50,11 +46,9 @@ class Trainer:
         scaler: torch.amp.GradScaler | None = options.get("scaler")
 
         def body(x: Tensor) -> StepResult:
-            context = get_replica_context()
-            assert context is not None
             total = self.mirrored(x).square().sum()
             (total if scaler is None else total * scaler.get_scale()).backward()
-            return self.optimizer.update(context, totals=Totals(total.detach(), float(len(x))), **options)
+            return self.optimizer.update(here(), totals=Totals(total.detach(), float(len(x))), **options)
 
         results = self.strategy.run(body, (shards,))
         assert len({(r.total, r.count, r.skipped) for r in results} if isinstance(results, PerReplica) else {1}) == 1
@@ -151,9 +145,7 @@ def test_gradients_of_several_runs_add_up_until_the_update(layout: str, make_str
         trainer.mirrored(x).square().sum().backward()
 
     def update(count: int) -> None:
-        context = get_replica_context()
-        assert context is not None
-        trainer.optimizer.update(context, totals=Totals(0.0, float(count)))
+        trainer.optimizer.update(here(), totals=Totals(0.0, float(count)))
 
     for part in (ROWS[:4], ROWS[4:]):
         trainer.strategy.run(accumulate, (PerReplica([part[:2], part[2:3], part[3:]]),))
@@ -193,9 +185,7 @@ def test_a_replica_that_leaves_out_the_update_is_named(make_strategy: MakeStrate
     trainer = Trainer(make_strategy(3))
 
     def body(x: Tensor) -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group != 1:
+        if here().replica_id_in_sync_group != 1:
             trainer.optimizer.step()
 
     with pytest.raises(CollectiveError, match=r"replica 1 \(cpu:1\) has returned") as caught:

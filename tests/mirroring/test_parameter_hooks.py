@@ -5,23 +5,17 @@ In fit updates call them, with the gradient of one device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import lockstep as ls
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 KINDS = ["register_hook", "register_post_accumulate_grad_hook"]
 

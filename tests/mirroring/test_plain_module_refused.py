@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 X = torch.ones(4, 3)
 

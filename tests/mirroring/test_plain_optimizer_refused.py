@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.strategies.mirrored import MirroredStrategy
-
-MakeStrategy = Callable[..., MirroredStrategy]
 
 
 @pytest.mark.parametrize("whose", ["the user's", "the replica's"])

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.nn.utils import prune
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 
 def weight_norm(module: nn.Module) -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lockstep as ls
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 STEPS = 4
 

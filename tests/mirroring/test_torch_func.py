@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import lockstep as ls
 from lockstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.conftest import here
 from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.hooks import Totals
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ def train(
     optimizer = strategy.mirror(make(module.parameters()))
 
     def step(x: torch.Tensor) -> None:
-        context = get_replica_context()
-        assert context is not None
         module(x).sum().backward()
-        optimizer.update(context, totals=Totals(1.0, count))
+        optimizer.update(here(), totals=Totals(1.0, count))
 
     strategy.run(step, (PerReplica([torch.ones(2, 3)] * strategy.num_replicas_in_sync),))
     return optimizer

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.variable import MirroredVariable
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 ALL = ("none", "sum", "mean", "only_first")
 
 
 def mine() -> float:
     """1, 2, 3 on the replicas."""
-    context = get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group + 1.0
+    return here().replica_id_in_sync_group + 1.0
 
 
 def numbers(variable: MirroredVariable) -> list[float]:
@@ -194,8 +186,7 @@ def test_inside_a_merge_call_it_is_as_outside(make_strategy: MakeStrategy):
 
     def step() -> Tensor:
         variable.assign(torch.tensor(mine()))
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         return context.merge_call(lambda _strategy: variable.read_value())  # type: ignore[no-any-return]
 
     assert float(strategy.run(step)) == 3.0

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 KINDS = [
     {"aggregation": aggregation, "synchronization": synchronization}
@@ -108,8 +103,7 @@ def test_what_asks_for_a_value_takes_a_variable(make_strategy: MakeStrategy):
     assert [each.tolist() for each in strategy.local_results(own)] == [[1], [2], [4]]
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         everyones, gathered = context.all_reduce("sum", own), context.all_gather(own, 0)
         mirrored.assign(own)
         return everyones, gathered, mirrored.read_value()
@@ -232,9 +226,7 @@ def test_read_outside_a_variable_without_aggregation_has_no_value(make_strategy:
     assert float(written) == 1.0
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
-        written.assign(float(context.replica_id_in_sync_group))
+        written.assign(float(here().replica_id_in_sync_group))
 
     strategy.run(step)
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from tests.conftest import MakeStrategy, here
 
 setting: ContextVar[str] = ContextVar("setting", default="default")
 State = tuple[bool, bool, bool, torch.dtype, str]
@@ -94,8 +86,7 @@ def test_the_end_of_a_replicas_autocast_changes_nothing_in_another(make_strategy
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
     def twice(*, leaves: bool) -> torch.Tensor | None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         layer = layers[context.replica_id_in_sync_group]
         layer.zero_grad()
         with ExitStack() as stack:

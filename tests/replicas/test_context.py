@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.conftest import here
+from tests.conftest import MakeStrategy, here
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, UsageError
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import get_strategy, has_strategy, in_cross_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 
 def replica() -> int:

@@ -7,19 +7,15 @@ import os
 import select
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 LIMIT_S = 30.0
 DATA = [(torch.ones(8, 4), torch.ones(8, 1))] * 3

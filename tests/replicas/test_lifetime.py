@@ -7,20 +7,16 @@ import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch.utils.data import DataLoader
 
+from lockstep.config import LogicalDevice
 from lockstep.strategies.mirrored import MirroredStrategy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.config import LogicalDevice
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 SOON_S = 20.0  # from signal to exception; a second where nothing else runs
 PROGRAM = """

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy, here
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 ROWS = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 IMAGES = torch.linspace(-1, 1, 2 * 8 * 6 * 6).reshape(2, 8, 6, 6)
@@ -138,8 +132,7 @@ def test_in_a_merge_call_it_does_not_matter_who_came_last(make_strategy: MakeStr
     """What runs once for all replicas draws from torch's default generator, in the order of the program."""
 
     def step() -> tuple[Tensor, Tensor]:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         merged = context.merge_call(lambda _strategy: torch.rand(4))
         return merged, torch.rand(4)
 

@@ -6,10 +6,11 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.config import (
@@ -22,14 +23,8 @@ from lockstep.config import (
 )
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas import runner
-from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.runner import core_shares
 from lockstep.strategies.mirrored import MirroredStrategy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 SOON_S = 6.0
 CPU = LogicalDevice(
@@ -50,9 +45,7 @@ class FailsWhileOthersLoop:
     others: int
 
     def __call__(self) -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 0:
+        if here().replica_id_in_sync_group == 0:
             for _ in range(self.others):
                 self.looping.acquire(timeout=10)
             raise ValueError("replica 0 has failed")
@@ -98,8 +91,7 @@ def test_a_failing_replica_s_own_exception_names_replica_and_device(make_strateg
     error = LookupError("no such word")
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         if context.replica_id_in_sync_group == 1:
             raise error
         context.all_reduce("sum", 1)
@@ -122,8 +114,7 @@ def test_an_error_that_takes_no_note_keeps_nobody_waiting(make_strategy: MakeStr
     strategy = make_strategy(2)
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         if context.replica_id_in_sync_group == 1:
             raise FullError
         context.all_reduce("sum", 1)
@@ -165,8 +156,7 @@ def test_replicas_that_wait_for_a_turn_are_stopped_too(two_cores: None, fresh_de
     entered: list[int] = []
 
     def loop() -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         entered.append(context.replica_id_in_sync_group)
         while True:
             if len(entered) == 2 and context.replica_id_in_sync_group == entered[0]:
@@ -186,8 +176,7 @@ def test_many_failures_in_a_row_leave_nothing_behind(make_strategy: MakeStrategy
     strategy = make_strategy(4)
 
     def step(failing: int) -> None:
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         if context.replica_id_in_sync_group == failing:
             raise ValueError("again")
         context.all_reduce("sum", 1)
@@ -218,9 +207,7 @@ def test_an_interrupt_that_was_not_raised_does_not_hit_the_next_job(
     monkeypatch.setattr(strategy._runner._threads, "interrupt", interrupt_after_the_end)
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 0:
+        if here().replica_id_in_sync_group == 0:
             begun.wait(10)
             raise ValueError("again")
         begun.set()
@@ -240,9 +227,7 @@ def test_a_replica_that_never_stops_is_named_and_may_still_come_back(
     begun, released = threading.Event(), threading.Event()
 
     def step() -> None:
-        context = get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 0:
+        if here().replica_id_in_sync_group == 0:
             begun.wait(20)
             raise ValueError("again")
         begun.set()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.reduce import ReduceOp
 from lockstep.data.dataset import InputContext
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replicas.context import get_replica_context
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 
 class Pair(NamedTuple):
@@ -27,9 +21,7 @@ class Pair(NamedTuple):
 
 
 def replica() -> int:
-    context = get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
+    return here().replica_id_in_sync_group
 
 
 def test_run_calls_once_per_replica_and_unwraps_arguments(make_strategy: MakeStrategy):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 
 import lockstep as ls
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 BATCHES = [torch.arange(12.0).reshape(6, 2)] * 3
 TOUCHED: list[str] = []

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy, here
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
 SHARDS = PerReplica([LOSSES[:2], LOSSES[2:4], LOSSES[4:], LOSSES[:0]])
@@ -60,11 +55,9 @@ def test_a_loss_of_the_labels_that_count_is_that_of_one_device(replicas: int, ma
     F.cross_entropy(expected, labels).backward()
 
     def step(scores: Tensor, labels: Tensor) -> Tensor:
-        context = get_replica_context()
-        assert context is not None
         scores.requires_grad_()
         total = F.cross_entropy(scores, labels, reduction="sum")
-        (total / context.all_reduce("sum", (labels != -100).sum())).backward()
+        (total / here().all_reduce("sum", (labels != -100).sum())).backward()
         assert scores.grad is not None
         return scores.grad
 

@@ -118,10 +118,8 @@ def test_dropout_is_bit_equal_again_and_differs_between_replicas(fresh_devices: 
 
 def test_a_collective_in_the_backward_pass_does_not_hang_on_one_gpu(four: ls.MirroredStrategy):
     def step(x: Tensor) -> Tensor:
-        context = ls.get_replica_context()
-        assert context is not None
         x = x.clone().requires_grad_()
-        (context.all_reduce("sum", x) ** 2).sum().backward()
+        (here().all_reduce("sum", x) ** 2).sum().backward()
         assert x.grad is not None
         return x.grad
 

@@ -7,20 +7,17 @@ adding their parts is off by more than 1e-3 here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
+from lockstep.strategies.mirrored import MirroredStrategy
 
 SIZES = (7, 8, 1, 5, 2)  # the last ones are smaller than the number of replicas
 Batch = tuple[Tensor, Tensor, Tensor]

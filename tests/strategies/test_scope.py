@@ -2,20 +2,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy, here
 
+from lockstep.config import DeviceRegistry
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import DefaultStrategy, get_strategy, has_strategy, in_cross_replica_context
 from lockstep.strategies.mirrored import MirroredStrategy
-
-if TYPE_CHECKING:
-    from lockstep.config import DeviceRegistry
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 
 def test_a_scope_makes_the_strategy_ambient_and_may_be_nested(make_strategy: MakeStrategy):
@@ -113,8 +109,7 @@ def test_outside_every_scope_one_device_in_the_caller_s_thread(fresh_devices: De
 
     def step(x: torch.Tensor) -> torch.Tensor:
         threads.append(threading.get_ident())
-        context = get_replica_context()
-        assert context is not None
+        context = here()
         gathered = context.all_gather(context.all_reduce("sum", x), 0)
         return context.merge_call(lambda _strategy, value: value * 2, (gathered,))  # type: ignore[no-any-return]
 

@@ -6,21 +6,17 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 DATA = [torch.arange(24.0).reshape(6, 4)] * 3
 STATE = torch.Generator().manual_seed(3).get_state()
