@@ -51,7 +51,6 @@ def start(*words: str, **options: object) -> Iterator[subprocess.Popen[str]]:
 
 def hanging(process: subprocess.Popen[str], number: int) -> list[int]:
     """Handles of processes that have said their number."""
-    assert process.stdout is not None
     return [os.pidfd_open(int(process.stdout.readline())) for _ in range(number)]
 
 

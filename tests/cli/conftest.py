@@ -89,7 +89,6 @@ def check_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             record["test"], abs=1e-4
         )
         code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-        assert code is not None
         monkeypatch.chdir(tmp_path)
         capsys.readouterr()
         exec(code[1], {})

@@ -222,7 +222,6 @@ def test_what_a_worker_leaves_behind_ends_with_the_job(run_lockstep: Run, write)
 
 def started_workers(process: subprocess.Popen[str], number: int) -> list[int]:
     """Handles of the workers' processes, once each has said that it is ready."""
-    assert process.stdout is not None
     lines = [process.stdout.readline().split() for _ in range(number)]
     return [os.pidfd_open(int(words[2])) for words in lines]
 
@@ -258,7 +257,6 @@ def test_the_workers_and_what_they_started_end_with_the_launcher(sign, code: int
     assert all_end(handles)
     assert process.wait(LIMIT_S) == code
     assert time.monotonic() - sent < 10
-    assert process.stderr is not None
     said = process.stderr.read().splitlines()
     assert said[-1:] == (["lockstep: interrupted"] if sign == signal.SIGINT else [])
 

@@ -47,7 +47,6 @@ class Job:
             limit.cancel()
 
     def _read(self, total: int, own: int) -> None:
-        assert self.process.stdout is not None
         before, self.pids = self.round, {}
         while len(self.pids) < own:
             line = self.process.stdout.readline()

@@ -85,7 +85,6 @@ def test_a_recipe_s_own_words_are_its_own_to_refuse(capsys: pytest.CaptureFixtur
 def test_ctrl_c_ends_the_runs_too(start_lockstep: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start_lockstep("verify", "--devices", "cpu:2", str(PROGRAMS / "hangs.py"))
-    assert process.stderr is not None
     assert process.stderr.readline() == "comparing all replicas with one, as written ...\n"
     process.send_signal(signal.SIGINT)
 

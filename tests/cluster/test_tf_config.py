@@ -29,7 +29,6 @@ def task(kind: object, index: object) -> dict[str, object]:
 def test_the_published_form():
     cluster = parse_tf_config({"TF_CONFIG": PUBLISHED})
 
-    assert cluster is not None
     assert cluster.workers == ("localhost:20000", "localhost:20001")
     assert (cluster.index, cluster.task, cluster.source, cluster.is_chief) == (0, "worker", "TF_CONFIG", True)
     assert (cluster.attempt, cluster.store_is_served) == (0, False)
@@ -70,7 +69,6 @@ def test_the_example_of_the_errors_is_right():
 def test_who_takes_part(cluster: object, task_of_it: object, workers: tuple[str, ...], place: tuple[str, int]):
     found = parse(cluster, task_of_it)
 
-    assert found is not None
     assert (found.workers, (found.task, found.index)) == (workers, place)
 
 
@@ -93,9 +91,6 @@ def test_the_id_is_derived_and_can_be_given():
     first, second = (parse(PAIR, task("worker", index)) for index in (0, 1))
     named = parse(PAIR, task("worker", 0), LOCKSTEP_JOB_ID="flowers-17")
 
-    assert first is not None
-    assert second is not None
-    assert named is not None
     assert first.job_id == second.job_id != ""
     assert named.job_id == "flowers-17"
 

@@ -39,7 +39,6 @@ def test_the_largest_that_fits_is_found_to_a_sixteenth_and_below_the_bound(most:
     if reachable < multiple:
         assert best is None or best.rows <= most
     else:
-        assert best is not None
         assert best.rows <= reachable
         assert best.rows + max(multiple, best.rows / 16) >= reachable - multiple
         assert best.rows % multiple == 0

@@ -26,7 +26,6 @@ def plan(*hosts: HostState, before: tuple[HostState, ...] = (), minimum: int = 2
 
 
 def sizes(decided: Plan | None) -> tuple[int, ...]:
-    assert decided is not None
     assert not decided.end
     return decided.sizes
 

@@ -31,7 +31,6 @@ def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
 def test_the_first_in_time_is_the_cause(codes, ended, records, first: int):
     failure = first_failure(worker_failures(codes, ended, records, first_worker=4, attempt=0))
 
-    assert failure is not None
     assert failure.worker == first
 
 

@@ -303,7 +303,6 @@ ls.launch(work, workers=2)
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_workers_and_what_they_started_end_with_the_process_that_launched_them(sign, tmp_path: Path, python: Start):
     process = python("-c", IN_A_LOADER_AND_IN_A_COLLECTIVE, TMPDIR=str(tmp_path))
-    assert process.stdout is not None
     handles = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
     sent = time.monotonic()
 
@@ -349,7 +348,6 @@ def test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too(
     launches: str, to: str, tmp_path: Path, python: Start
 ):
     process = python("-c", SAVED_AND_STOPPED + launches)
-    assert process.stdout is not None
     worker = int(process.stdout.readline().split()[1])
 
     os.kill(worker if to == "worker" else process.pid, signal.SIGTERM)
@@ -398,7 +396,6 @@ except ClusterError as error:
 @pytest.mark.slow
 def test_a_program_that_handles_sigterm_gets_it_when_the_workers_have_ended(python: Start):
     process = python("-c", HANDLES_SIGTERM)
-    assert process.stdout is not None
     process.stdout.readline()
 
     process.terminate()

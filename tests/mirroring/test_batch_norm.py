@@ -26,7 +26,6 @@ class NormAct(nn.BatchNorm2d):
         self.act = nn.PReLU(num_features)
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None
         assert self.momentum is not None
         if self.training:
             self.num_batches_tracked.add_(1)
@@ -48,7 +47,6 @@ class NormByTorch(nn.BatchNorm1d):
     """Calls the function under torch.nn.functional's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(int(self.training))
         mean, var = self.running_mean, self.running_var
         return torch.batch_norm(input, self.weight, self.bias, mean, var, self.training, 0.1, self.eps, False)

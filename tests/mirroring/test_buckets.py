@@ -36,7 +36,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def written_to(parameters: list[nn.Parameter], _: int) -> None:
     for parameter in parameters:
-        assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
 
@@ -72,7 +71,6 @@ def train(strategy: ls.Strategy, change: Change) -> dict[str, Tensor]:
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         context = ls.get_replica_context()
-        assert context is not None
         x, y = batch
         ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
         change(list(replicated.parameters()), context.replica_id_in_sync_group)
@@ -151,7 +149,6 @@ def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
 
     def step(batch: tuple[Tensor, Tensor], announced: bool) -> None:
         context = ls.get_replica_context()
-        assert context is not None
         rows = context.all_reduce("sum", float(len(batch[0])))
         with replicated.no_sync() if announced else nullcontext():
             (two_passes(replicated, *batch)[0] / rows).backward()
@@ -203,7 +200,6 @@ def train_in_passes(strategy: ls.Strategy, name: str) -> tuple[dict[str, Tensor]
 
     def backward(half: int, batch: tuple[Tensor, Tensor]) -> float:
         context = ls.get_replica_context()
-        assert context is not None
         rows = context.all_reduce("sum", float(len(batch[0])))
         (two_passes(replicated, *batch)[half] / rows).backward()
         context.all_reduce("sum", 0.0)

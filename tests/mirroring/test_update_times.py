@@ -52,7 +52,6 @@ def test_every_replica_has_its_moments_in_order(
 
     assert len(optimizer.times) == 3
     for times in optimizer.times:
-        assert times is not None
         moments = [times.arrived_s, times.opened_s, times.exchanged_s, times.updated_s, times.closed_s]
         assert moments == sorted(moments)
         assert (times.updated_s == times.closed_s) == (make is indivisible)

@@ -39,7 +39,6 @@ class Ears(Observer):
 
     def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
         (weight,) = parameters
-        assert weight.grad is not None
         self.before[context.replica_id_in_sync_group] = (
             weight.grad.clone(),
             weight.detach().clone(),

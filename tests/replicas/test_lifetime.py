@@ -57,7 +57,6 @@ def replica_threads() -> list[str]:
 
 def test_ctrl_c_ends_a_run_and_no_thread_keeps_the_interpreter(python: Callable[..., subprocess.Popen[str]]):
     process = python("-c", PROGRAM)
-    assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     for name in ("loop", "collective", "torch"):
         assert next(lines) == f"{name}\n"

@@ -199,7 +199,6 @@ def test_an_interrupt_that_was_not_raised_does_not_hit_the_next_job(
     def interrupt_after_the_end(replica: int, exception: type[BaseException]) -> None:
         released.set()
         stopped = strategy._runner._stopped
-        assert stopped is not None
         assert stopped.wait_until_left(10)
         threading.Event().wait(0.05)  # until the thread waits for its next job
         interrupt(replica, exception)
@@ -239,7 +238,6 @@ def test_a_replica_that_never_stops_is_named_and_may_still_come_back(
         strategy.run(step)
     released.set()
     stopped = strategy._runner._stopped
-    assert stopped is not None
     assert stopped.wait_until_left(20)
     assert all_are_there(strategy)
 

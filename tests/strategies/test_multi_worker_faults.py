@@ -105,7 +105,6 @@ class Trouble:
 
     def in_last_replica(self, step: int) -> None:
         context = ls.get_replica_context()
-        assert context is not None
         if context.local_replica == 1:
             self.at("step", step)
         elif self._here and self._kind == "raises beside" and step == TROUBLE_AT:
@@ -317,7 +316,6 @@ def start_by_hand(tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Ite
 
 
 def wait_for(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
     assert f"{line}\n" in iter(process.stdout.readline, "")
 
 

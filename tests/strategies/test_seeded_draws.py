@@ -24,7 +24,6 @@ STATE = torch.Generator().manual_seed(3).get_state()
 
 def replica() -> int:
     context = ls.get_replica_context()
-    assert context is not None
     return context.replica_id_in_sync_group
 
 

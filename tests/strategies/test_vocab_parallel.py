@@ -120,7 +120,6 @@ def use(index: int, path: str) -> None:
 
     torch.set_num_threads(1)
     strategy = ls.ParallelStrategy(tensor=4, seed=1)
-    assert strategy._mesh is not None
     mesh = strategy._mesh.mesh["tensor"]
     found: dict[Any, Any] = {}
     for size, words in WORDS.items():

@@ -211,7 +211,6 @@ def fit(strategy: ls.Strategy) -> dict[str, Any]:
 def collectives(strategy: ls.Strategy) -> dict[str, Any]:
     def step() -> dict[str, Any]:
         context = ls.get_replica_context()
-        assert context is not None
         number = context.replica_id_in_sync_group
         x = torch.full((2,), float(number + 1), requires_grad=True)
         total = context.all_reduce("sum", x * x)
@@ -252,7 +251,6 @@ def variables(strategy: ls.Strategy) -> dict[str, Any]:
 
     def step() -> None:
         context = ls.get_replica_context()
-        assert context is not None
         number = context.replica_id_in_sync_group
         summed.assign_add(torch.tensor(float(number)))
         first.assign(number + 5)
@@ -271,7 +269,6 @@ def merged_metrics(strategy: ls.Strategy) -> dict[str, Any]:
 
     def step() -> float:
         context = ls.get_replica_context()
-        assert context is not None
         number = context.replica_id_in_sync_group
         own = torch.full((number,), float(number))
         error.update(own, torch.zeros(number))
