@@ -315,12 +315,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
         ("recipes/mlm/train.py", "import lockstep_tools.report\n"),
         "1: recipes imports report",
     ),
-    "deferred": (
-        breaks_order,
-        (),
-        ("data/a.py", "def f():\n from lockstep_tools import cli\n"),
-        "2: data imports cli",
-    ),
+    "deferred": (breaks_order, (), ("data/a.py", "def f():\n from lockstep_tools import cli\n"), "2: data imports cli"),
     "hint": (
         breaks_order,
         (),

@@ -13,16 +13,7 @@ from typer.main import get_command
 
 from lockstep_tools.cli import app, main
 
-COMMANDS = [
-    [],
-    ["train"],
-    ["train", "mlm"],
-    ["train", "images"],
-    ["data", "digits"],
-    ["devices"],
-    ["verify"],
-    ["data"],
-]
+COMMANDS = [[], ["train"], ["train", "mlm"], ["train", "images"], ["data", "digits"], ["devices"], ["verify"], ["data"]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

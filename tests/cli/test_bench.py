@@ -69,11 +69,7 @@ def test_one_command_measures_prints_and_leaves_two_files(
 )
 @pytest.mark.usefixtures("fresh_devices")
 def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")

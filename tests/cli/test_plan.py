@@ -93,10 +93,7 @@ def test_modules_of_a_transformers_model_are_listed(capsys: pytest.CaptureFixtur
             "--modules was given with 'gpt2', of which only sizes are known",
         ),
         (["type=lama", "--devices", "2", *A100], "'lama' has model_type='lama', expected one of the "),
-        (
-            ["gpt-3", "--devices", "64"],
-            "Missing option '--kind'",
-        ),
+        (["gpt-3", "--devices", "64"], "Missing option '--kind'"),
         (["gpt-3", "--devices", "0", *A100], "--devices 0 was given, expected at least 1"),
         (["gpt2", "--devices", "2", *A100, "--top", "0"], "--top 0 was given, expected at least 1"),
         (["gpt2", "--devices", "8", *A100, "--tensor", "8"], "tensor=8 does not divide heads=12; choose 1, 2, 3, 4, 6"),

@@ -99,10 +99,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         (["--size", "many"], "Invalid value for '--size'"),
         (["--size", "7"], "size=7 was given, expected at least 8"),
         (["--data", "nowhere"], "the image folder 'nowhere' does not exist"),
-        (
-            ["--data", "pictures/test/cat/0.png"],
-            "the image folder 'pictures/test/cat/0.png' does not exist or is",
-        ),
+        (["--data", "pictures/test/cat/0.png"], "the image folder 'pictures/test/cat/0.png' does not exist or is"),
         (["--data", "pictures/test/cat"], "has these classes and images: none"),
         (["--output", "pictures/test/cat/0.png"], "is a file, expected a folder"),
     ],

@@ -32,10 +32,7 @@ PLACES = {
     "an evaluator": (({}, ClusterSpec(workers=("hosta:1", "hosta:2"), index=0, task="evaluator")), ALONE),
     "torchrun": (torchrun(3), LocalRank(rank=1, workers=2)),
     "torchrun's variables by hand": (({}, ClusterSpec(workers=FOUR, index=3, source="torchrun")), ALONE),
-    "lockstep run": (
-        torchrun(2, LOCKSTEP_OWN_GPUS="1"),
-        LocalRank(rank=0, workers=2, sees_own=True),
-    ),
+    "lockstep run": (torchrun(2, LOCKSTEP_OWN_GPUS="1"), LocalRank(rank=0, workers=2, sees_own=True)),
     "srun": (
         slurm(SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="1(x1),3"),
         LocalRank(rank=1, workers=3),

@@ -106,10 +106,7 @@ def test_what_is_there_is_shown_beside_what_is_missing():
         ({"MASTER_PORT": "0"}, r"torchrun: MASTER_PORT='0'; it must be a whole number from 1 to 65535"),
         ({"MASTER_PORT": "70000"}, r"torchrun: MASTER_PORT='70000'; it must be a whole number from 1 to 65535"),
         ({"MASTER_PORT": "9" * 5000}, r"MASTER_PORT='9{119}\.\.\.; it must be"),
-        (
-            {"MASTER_ADDR": "host a"},
-            r"torchrun: MASTER_ADDR='host a' is not a host: .*is not an address",
-        ),
+        ({"MASTER_ADDR": "host a"}, r"torchrun: MASTER_ADDR='host a' is not a host: .*is not an address"),
         ({"MASTER_ADDR": "hosta:29500"}, r"torchrun: MASTER_ADDR='hosta:29500' is not a host"),
         ({"MASTER_ADDR": "0.0.0.0"}, r"torchrun: MASTER_ADDR='0.0.0.0' is not a host: .*which others cannot reach"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, r"torchrun: TORCHELASTIC_RESTART_COUNT='x'; it must be a whole number"),

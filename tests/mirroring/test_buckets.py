@@ -182,11 +182,7 @@ def train_summed_again(strategy: ls.Strategy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-ANNOUNCED: dict[str, set[int]] = {
-    "inside": {0, 1, 2, 3},
-    "outside": {0, 1, 2, 3},
-    "never": set(),
-}
+ANNOUNCED: dict[str, set[int]] = {"inside": {0, 1, 2, 3}, "outside": {0, 1, 2, 3}, "never": set()}
 """The batches whose first backward pass is in ``no_sync``, inside the step or outside it."""
 
 

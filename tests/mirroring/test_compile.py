@@ -172,9 +172,7 @@ def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
 
 
 def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_another(
-    strategy: MirroredStrategy,
-    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = drawn(split_cpu(2))
     monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 1)

@@ -73,8 +73,7 @@ def test_different_collectives_say_who_waits_where():
 
     assert sorted(type(outcome).__name__ for outcome in outcomes).count("CollectiveError") == 1
     assert re.search(
-        r"did not meet .*replica 1 \(cpu:1\) waits in all_gather\(axis=0\) at train.py:9 in step",
-        cause_of(rendezvous),
+        r"did not meet .*replica 1 \(cpu:1\) waits in all_gather\(axis=0\) at train.py:9 in step", cause_of(rendezvous)
     )
 
 

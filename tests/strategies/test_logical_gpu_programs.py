@@ -22,10 +22,7 @@ from lockstep_tools.cli import main
 
 @pytest.fixture
 def three() -> Iterator[ls.MirroredStrategy]:
-    with (
-        stand_in_gpus((64,) * 3) as (devices, _driver),
-        closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
-    ):
+    with stand_in_gpus((64,) * 3) as (devices, _driver), closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
         yield strategy
 
 

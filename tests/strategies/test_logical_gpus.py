@@ -28,10 +28,7 @@ Shares = tuple[ls.MirroredStrategy, StandInDriver]
 
 @pytest.fixture
 def four() -> Iterator[Shares]:
-    with (
-        stand_in_gpus((LIMIT_MB,) * 4) as (devices, driver),
-        closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
-    ):
+    with stand_in_gpus((LIMIT_MB,) * 4) as (devices, driver), closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
         yield strategy, driver
 
 
@@ -93,10 +90,7 @@ def test_four_shares_train_evaluate_and_predict_as_one_device(four: Shares):
 
 
 def test_a_replica_that_is_alone_needs_one_wait_at_each_end_of_a_run():
-    with (
-        stand_in_gpus(None) as (devices, driver),
-        closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
-    ):
+    with stand_in_gpus(None) as (devices, driver), closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
         module = network()
         alone = copy.deepcopy(module)
         losses = compiled(strategy, module).fit(batches(), epochs=2, verbose=0).history["loss"]
@@ -181,10 +175,7 @@ def test_one_share_beyond_its_limit_is_named_and_the_others_are_released(four: S
         for shards in strategy.distribute_dataset([torch.ones(rows, 8)]):
             strategy.run(step, (shards,))
 
-    with pytest.raises(
-        DeviceMemoryError,
-        match=r"gpu:2 .*64 MB.*160 MB.* fit is 6 \(.* 16\)",
-    ) as raised:
+    with pytest.raises(DeviceMemoryError, match=r"gpu:2 .*64 MB.*160 MB.* fit is 6 \(.* 16\)") as raised:
         run(4 * 16)
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert "raised in replica 2 (gpu:2)" in raised.value.__notes__

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.config import DeviceRegistry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SHARE_MB = 1024  # four of them fit a small card too
 MB = 2**20

@@ -46,9 +46,7 @@ def test_by_itself_it_takes_the_gpu_and_another_device_by_name(named: str | None
         with strategy.scope():
             model = ls.Model(trained)
             model.compile(
-                lambda parameters: torch.optim.Adam(parameters, 1e-2),
-                nn.MSELoss(reduction="none"),
-                clip_norm=0.5,
+                lambda parameters: torch.optim.Adam(parameters, 1e-2), nn.MSELoss(reduction="none"), clip_norm=0.5
             )
         model.fit(batches(), verbose=0)
         weights = {name: value.clone() for name, value in model.state_dict().items()}

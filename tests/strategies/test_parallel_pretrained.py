@@ -38,11 +38,7 @@ KEPT = [
     ("gpt2", "sharded weights"),
 ]
 LARGE = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048, "vocab_size": 2048}
-LARGE_LAYOUTS = {
-    "tensor": {"tensor": 4},
-    "pipeline": {"pipeline": 4},
-    "sharded weights": LAYOUTS["sharded weights"][0],
-}
+LARGE_LAYOUTS = {"tensor": {"tensor": 4}, "pipeline": {"pipeline": 4}, "sharded weights": LAYOUTS["sharded weights"][0]}
 
 
 def models() -> Any:

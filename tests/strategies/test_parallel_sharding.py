@@ -30,10 +30,7 @@ STATE = {
 }
 
 # The weights too.
-FULL = {
-    "data=4": ("bert", "adamw", {"data": 4}),
-    "data=2, tensor=2": ("gpt2", "adagrad", {"data": 2, "tensor": 2}),
-}
+FULL = {"data=4": ("bert", "adamw", {"data": 4}), "data=2, tensor=2": ("gpt2", "adagrad", {"data": 2, "tensor": 2})}
 
 
 @pytest.fixture(scope="module")

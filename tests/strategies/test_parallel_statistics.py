@@ -40,8 +40,7 @@ def test_modules_that_keep_something_of_microbatches_are_warned_of_and_equal_in_
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plain"),
-    [("1f1b", False), pytest.param("zero_bubble", True, marks=pytest.mark.slow)],
+    ("schedule", "plain"), [("1f1b", False), pytest.param("zero_bubble", True, marks=pytest.mark.slow)]
 )
 def test_a_pipeline_refuses_a_loss_that_reads_weights(program: Any, schedule: str, plain: bool):
     train = partial(program.fit_with_penalty, {"pipeline": 2, "schedule": schedule}, plain=plain)

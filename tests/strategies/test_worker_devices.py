@@ -80,10 +80,7 @@ def test_workers_of_a_divided_model_have_a_gpu_each_or_none():
     ("gpus", "said"),
     [
         ((7, 8, 7), r"3 workers have 2 GPUs.*; worker 0 \(a:1\), worker 2 \(b:1\) have not"),
-        (
-            (7, 7, 7),
-            r"3 workers have 1 GPU,.*; worker 0 \(a:1\), worker 1 \(a:2\), worker 2 \(b:1\) have not",
-        ),
+        ((7, 7, 7), r"3 workers have 1 GPU,.*; worker 0 \(a:1\), worker 1 \(a:2\), worker 2 \(b:1\) have not"),
         ((7, 0, 9), r"3 workers have 2 GPUs.*; worker 1 \(a:2\) have not: .* device= on every worker"),
     ],
 )

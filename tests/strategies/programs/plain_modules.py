@@ -112,13 +112,7 @@ def cnn() -> nn.Module:
 
 
 Build = Callable[[], nn.Module]
-BUILD: Mapping[str, Build] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "vit": Vit,
-    "two inputs": TwoInputs,
-    "unet": UNet,
-}
+BUILD: Mapping[str, Build] = {"mlp": mlp, "cnn": cnn, "vit": Vit, "two inputs": TwoInputs, "unet": UNet}
 SPLITS: Mapping[str, Any] = {"unet": ["middle"], "two inputs": ["blocks.1"]}
 """The names given for two stages; the others are cut by themselves."""
 
