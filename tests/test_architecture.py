@@ -352,7 +352,6 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_the_rule_bites(name: str):
     rule, _, (path, text), complaint = RULES[name]
-
     assert list(rule(parse(path, text))) == [complaint]
 
 
@@ -362,13 +361,11 @@ def test_the_source_keeps_the_rule(name: str):
     found = [
         f"{s.path}:{complaint}" for s in sources() if not s.path.startswith(exempt or "\0") for complaint in rule(s)
     ]
-
     assert found == []
 
 
 def test_reading_a_file_is_no_complaint():
     source = parse("data/shards.py", "open(path, 'rb')\npath.open()\n")
-
     assert list(writes_files(source)) == []
 
 
@@ -388,14 +385,12 @@ def test_no_files_import_each_other():
 def test_a_circle_of_imports_is_seen(back: str):
     files = {"a": "from lockstep.train.b import B", "b": "from lockstep.train.c import C", "c": back}
     modules = circle([parse(f"train/{name}.py", text) for name, text in files.items()])
-
     assert sorted(set(modules)) == ["lockstep.train.a", "lockstep.train.b", "lockstep.train.c"]
     assert modules[0] == modules[-1]
 
 
 def test_names_are_nouns():
     names = [name for source in sources() for name in bound_names(source.tree)]
-
     assert is_no_noun("_each")
     assert not is_no_noun("each_row")
     assert sum(map(is_no_noun, names)) <= 0.01 * len(names), Counter(filter(is_no_noun, names)).most_common(9)
@@ -404,7 +399,6 @@ def test_names_are_nouns():
 def test_no_test_sleeps():
     files = {file.relative_to(ROOT).as_posix(): file.read_text() for file in (ROOT / "tests").rglob("*.py")}
     found = [f"{path}:{complaint}" for path, text in files.items() for complaint in sleeps(parse(path, text))]
-
     assert list(sleeps(parse("a.py", "time.sleep(1)\n"))) == ["1: time.sleep"]
     assert found == []
 
@@ -412,7 +406,6 @@ def test_no_test_sleeps():
 def test_every_room_is_a_package_with_a_docstring():
     folders = {file.parent for package in (ENGINE, TOOLS) for file in package.rglob("*.py")}
     missing = [folder.name for folder in folders if not (folder / "__init__.py").exists()]
-
     assert missing == []
 
 
@@ -434,7 +427,6 @@ def test_importing_lockstep_needs_torch_alone():
     names = "[getattr(lockstep, name) for name in lockstep.__all__]"
     code = f"{hide}; import warnings; warnings.simplefilter('ignore'); import lockstep; print({names})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
     assert done.returncode == 0, done.stderr
     assert "MirroredStrategy" in done.stdout
 
@@ -455,7 +447,6 @@ print(*sys.modules)
 def test_a_program_that_divides_no_model_does_not_wait_for_pipelines():
     command = [sys.executable, "-c", FIT_ON_ONE_DEVICE]
     imported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
-
     assert "lockstep.train.fit" in imported
     assert "torch.distributed.pipelining" not in imported
 
@@ -506,5 +497,4 @@ def test_a_step_on_replicas_imports_no_package_that_a_step_by_hand_does_not():
 
 def test_the_command_that_trains_does_not_import_what_its_recipes_may_not_need():
     late = {"transformers", "tokenizers", "torchmetrics", "scipy", "sklearn", "pandas", "matplotlib", "tensorboard"}
-
     assert packages_after("import sys, lockstep_tools.cli.train; print(*sys.modules)") & late == set()

@@ -23,13 +23,11 @@ def fill(target: Path, text: str) -> None:
 
 def test_the_folder_appears_with_its_record_and_nothing_beside_it(tmp_path: Path):
     target = tmp_path / "new" / "step-1"
-
     with atomic_folder(target, record=RECORD) as (folder, write_record):
         assert folder.parent == target.parent
         assert folder.name.startswith(".step-1.")
         write_record("{}")
         assert not target.exists()
-
     assert [path.name for path in target.parent.iterdir()] == ["step-1"]
     assert (target / RECORD).read_text() == "{}"
 
@@ -37,7 +35,6 @@ def test_the_folder_appears_with_its_record_and_nothing_beside_it(tmp_path: Path
 def test_one_of_that_name_is_replaced(tmp_path: Path):
     fill(tmp_path / "step-1", "old")
     fill(tmp_path / "step-1", "new")
-
     assert (tmp_path / "step-1" / "deep" / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
@@ -100,9 +97,7 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path: Path):
     (tmp_path / ".step-2.0123456789ab.partial").mkdir()
     (tmp_path / ".step-3.0123456789ab.removed").mkdir()
     (tmp_path / "mine.partial").mkdir()
-
     remove_leftovers(tmp_path, record=RECORD)
-
     assert [path.name for path in tmp_path.iterdir()] == ["mine.partial"]
 
 
@@ -111,7 +106,6 @@ def test_what_a_living_writer_writes_is_left_alone(tmp_path: Path):
         (folder / "file").write_text("half")
         remove_leftovers(tmp_path, record=RECORD)
         write_record("{}")
-
     assert (tmp_path / "step-1" / "file").read_text() == "half"
 
 
@@ -120,10 +114,8 @@ def test_an_old_one_without_successor_is_put_back(tmp_path: Path):
     (tmp_path / "step-1").rename(tmp_path / ".step-1.0123456789ab.replaced")
     fill(tmp_path / ".step-2.0123456789ab.replaced", "older")
     fill(tmp_path / "step-2", "new")
-
     assert [original_name(path) for path in replaced_folders(tmp_path)] == ["step-1"]
     remove_leftovers(tmp_path, record=RECORD)
-
     assert {path.name: (path / RECORD).read_text() for path in tmp_path.iterdir()} == {"step-1": "old", "step-2": "new"}
 
 
@@ -144,9 +136,7 @@ def test_a_writer_whose_folder_is_cleared_before_it_is_locked_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]
 ):
     before_the_lock(monkeypatch, act)
-
     fill(tmp_path / "step-1", "text")
-
     assert (tmp_path / "step-1" / RECORD).read_text() == "text"
 
 
@@ -183,7 +173,6 @@ def test_two_writers_of_one_name_both_succeed(tmp_path: Path):
     with atomic_folder(tmp_path / "step-1", record=RECORD) as (_, write_record):
         write_record("first")
         fill(tmp_path / "step-1", "second")
-
     assert (tmp_path / "step-1" / RECORD).read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
@@ -191,9 +180,7 @@ def test_two_writers_of_one_name_both_succeed(tmp_path: Path):
 def test_a_folder_is_removed_at_once_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fill(tmp_path / "step-1", "text")
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)  # as if killed here
-
     remove_folder(tmp_path / "step-1")
-
     assert [path.suffix for path in tmp_path.iterdir()] == [".removed"]
 
 

@@ -97,7 +97,6 @@ def test_every_link_of_the_markdown_copies_leads_somewhere(site: Path):
     copies = [site / "llms.txt", *site.rglob("*.html.md")]
     sources = {path.relative_to(site).with_suffix(".html.md") for path in site.rglob("*.html") if _is_page(site, path)}
     assert sources == {copy.relative_to(site) for copy in copies[1:]}
-
     links = [(copy, link) for copy in copies for link in re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", copy.read_text())]
     assert len(links) > 100
     assert [f"{copy}: {link}" for copy, link in links if not (copy.parent / unquote(link)).exists()] == []
@@ -110,7 +109,6 @@ def _is_page(site: Path, path: Path) -> bool:
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_every_public_name_is_in_the_reference(site: Path):
     reference = "\n".join(path.read_text() for path in (site / "reference").rglob("*.html"))
-
     undocumented = [name for name in lockstep.__all__ if not re.search(rf'id="lockstep[.\w]*\.{name}"', reference)]
     assert undocumented == ["callbacks", "config", "errors"]
 
@@ -121,7 +119,6 @@ def test_long_names_in_tables_can_break_between_their_parts(site: Path):
         table for page in site.rglob("*.html") for table in re.findall(r"(?s)<table.*?</table>", page.read_text())
     ]
     names = {unescape(name) for table in tables for name in re.findall(r'<span class="pre">([^<]+)<', table)}
-
     assert {"OMPI_", "COMM_", "ValueError", "CommunicationOptions"} <= names
     assert [name for name in names if len(name) > 20] == []
 
@@ -129,7 +126,6 @@ def test_long_names_in_tables_can_break_between_their_parts(site: Path):
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_a_page_says_its_language(site: Path):
     languages = {page: re.findall(r'<html[^>]* lang="([^"]+)', page.read_text()) for page in site.rglob("*/*.html")}
-
     assert languages[site / "zh/how-to/mlm.html"] == ["zh-CN"]
     assert languages[site / "how-to/mlm.html"] == ["en"]
 
@@ -162,7 +158,6 @@ def results(site: Path, words: str, profile: Path) -> list[str]:
 )
 def test_a_search_finds_parts_of_chinese_words(site: Path, tmp_path: Path, words: str, page: str):
     pages = results(site, words, tmp_path)
-
     assert page in pages
     assert all(name.startswith("zh/") for name in pages)
 
@@ -170,7 +165,6 @@ def test_a_search_finds_parts_of_chinese_words(site: Path, tmp_path: Path, words
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_a_search_shows_how_to_pages_before_internals_and_the_reference_of_a_name_first(site: Path, tmp_path: Path):
     gradient = results(site, "gradient", tmp_path)
-
     assert gradient[0].startswith("how-to/")
     assert gradient.index("how-to/model") < gradient.index("concepts/architecture")
     assert results(site, "BackupAndRestore", tmp_path)[0] == "reference/api/callbacks"
@@ -187,7 +181,6 @@ def command_help() -> Iterator[ModuleType]:
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_every_command_is_in_the_reference(site: Path, command_help: ModuleType):
     page = (site / "reference" / "commands.html").read_text()
-
     assert [name for name in command_help.commands() if f"<h2>lockstep {name}<" not in page] == []
 
 
@@ -195,7 +188,6 @@ def test_commands_in_the_text_have_flags_that_exist(command_help: ModuleType):
     every = [command_help.groups_of(command) for command in command_help.commands().values()]
     names = [name for groups in every for _, records in groups for name, _ in records]
     known = {flag for name in names for flag in FLAG.findall(name)} | {"--help", "--version", "--traceback"}
-
     pages = [*ROOT.glob("*.md"), *PAGES]
     shown = [(page, each) for page in pages for each in re.findall(r"`(lockstep [^`\n]+)`", page.read_text())]
     assert len(shown) > 100

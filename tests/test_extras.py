@@ -19,7 +19,6 @@ def test_what_is_installed_is_returned():
 def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "tqdm.auto", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-
     with pytest.raises(MissingExtraError, match=r"^the package 'tqdm' is not installed; .*'torch-lockstep\[x\]'$"):
         require(module, "x")
 
@@ -27,6 +26,5 @@ def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pyt
 def test_a_package_that_another_needs_is_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "needy.py").write_text("import no_such_package.part")
     monkeypatch.syspath_prepend(str(tmp_path))
-
     with pytest.raises(MissingExtraError, match=r"^the package 'no_such_package', which needy needs, is not"):
         require("needy", "x")

@@ -28,7 +28,6 @@ def typed_imports() -> dict[str, str]:
 
 def test_every_name_is_what_type_checkers_take_it_for():
     typed = typed_imports()
-
     assert sorted([*typed, "launch"]) == sorted(lockstep.__all__) == lockstep.__all__
     for name, module in typed.items():
         assert getattr(lockstep, name) is getattr(import_module(module), name), name
@@ -36,7 +35,6 @@ def test_every_name_is_what_type_checkers_take_it_for():
 
 def test_a_function_is_not_hidden_by_the_package_of_its_name():
     import_module("lockstep.launch.jobs")
-
     assert lockstep.launch is launch
 
 
@@ -51,12 +49,10 @@ def test_a_name_that_it_does_not_have_is_said_to_be_missing():
 def test_torch_is_not_imported_until_it_is_needed(does: str):
     code = f"import lockstep, sys\n{does}\nprint('torch' in sys.modules, 'Model' in dir(lockstep))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
     assert (done.stdout, done.stderr) == ("False True\n", "")
 
 
 def test_all_of_it_comes_with_a_star():
     names: dict[str, object] = {}
     exec("from lockstep import *", names)
-
     assert names.keys() >= set(lockstep.__all__)

@@ -35,7 +35,6 @@ class Slotted:
 
 def test_a_proxy_tells_nothing():
     proxy = Answering()
-
     assert not is_kind(proxy, int)
     assert attributes_of(proxy) is None
     assert attribute_of(proxy, "__self__") is None
@@ -65,6 +64,5 @@ def test_a_module_that_is_imported_lazily_stays_so():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     kind = type(module)
-
     assert attribute_of(module, "__self__") is None
     assert type(module) is kind

@@ -56,7 +56,6 @@ def test_an_extra_installs_what_the_source_requires_with_it(extra: str):
     base = {"torch", "huggingface_hub"}  # transformers needs the latter
     packages = {package for package, name in required() if name == extra} - base
     missing = {p for p in packages if not {d.lower() for d in distributions.get(p, [p])} & installed_by(extra)}
-
     assert missing == set()
 
 
@@ -125,7 +124,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
     expected = {
         str(file.relative_to(SOURCE)) for file in SOURCE.glob("lockstep*/**/*") if file.suffix not in ("", ".pyc")
     }
-
     assert wheel.name == f"torch_lockstep-{lockstep.__version__}-py3-none-any.whl"
     assert names == expected
 

@@ -64,9 +64,7 @@ def all_end(handles: list[int], limit_s: float = LIMIT_S) -> bool:
 def test_the_whole_group_ends_when_the_guard_kills(guard: ParentDeathGuard):
     with start(HANG, guard.path, start_new_session=True) as process:
         handles = hanging(process, 2)
-
         guard.kill()
-
         assert all_end(handles)
     assert process.returncode == -signal.SIGKILL
 
@@ -76,18 +74,14 @@ def test_what_a_process_that_ended_has_left_behind_ends_too(guard: ParentDeathGu
         handles = hanging(process, 2)
         process.kill()
         process.wait(LIMIT_S)
-
         guard.kill()
-
         assert all_end(handles)
 
 
 def test_who_is_not_the_first_of_its_group_ends_alone(guard: ParentDeathGuard):
     with start(HANG, guard.path) as process:  # the group is this test's own
         handles = hanging(process, 2)
-
         guard.kill()
-
         assert process.wait(LIMIT_S) == -signal.SIGKILL
         (forked,) = [handle for handle in handles if not select.select([handle], [], [], 0)[0]]
         signal.pidfd_send_signal(forked, signal.SIGKILL)
@@ -97,16 +91,13 @@ def test_who_is_not_the_first_of_its_group_ends_alone(guard: ParentDeathGuard):
 def test_all_end_with_the_maker_of_the_guard():
     with start(MAKE, stdin=subprocess.PIPE) as maker:
         handles = hanging(maker, 2)
-
         maker.kill()
-
         assert all_end(handles)
 
 
 def test_who_comes_too_late_ends_at_once(guard: ParentDeathGuard):
     path = guard.path
     guard.kill()
-
     with start(HANG, path, start_new_session=True) as process:
         assert process.communicate(timeout=LIMIT_S)[0] == ""
     assert process.returncode == -signal.SIGKILL

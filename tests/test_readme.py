@@ -117,7 +117,6 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callab
     program, shown = program_and_output(page)
     done = python("-c", program)
     printed, said = done.communicate(timeout=LIMIT_S)
-
     assert done.returncode == 0, said
     outputs = printed.split(SEPARATOR)
     assert {number: outputs[number] for number in shown} == shown
@@ -125,7 +124,6 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callab
 
 def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., subprocess.Popen[str]]):
     printed, _ = python("-c", blocks(README, "python")[0]).communicate(timeout=LIMIT_S)
-
     assert blocks(README, "text") == blocks(CHINESE, "text") == [printed]
 
 
@@ -140,7 +138,6 @@ def test_the_bash_of_a_page_runs(page: Path, tmp_path: Path):
         if python:
             (tmp_path / "train.py").write_text(python)
         done = run(["bash", "-euxo", "pipefail", "-c", body], tmp_path)
-
         assert done.returncode == 0, done.stderr
 
 
@@ -159,7 +156,6 @@ def test_every_block_of_code_runs_or_says_why_not():
 @pytest.mark.parametrize("page", all_but_readme_slow(ALONE), ids=name_of)
 def test_links_and_images_lead_somewhere(page: Path):
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
-
     assert [link for link in links if not leads_somewhere(page, link)] == []
 
 
@@ -197,7 +193,6 @@ def test_the_first_commands_of_the_readme_are_demo_and_test():
 def test_the_architecture_names_files_that_exist():
     page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:\w+/)+\w*\.py|(?:\w+/)+)`", page))
-
     assert [
         name
         for name in named

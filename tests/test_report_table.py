@@ -12,7 +12,6 @@ from lockstep_tools.report import epochs_table, metrics_line
 
 def test_numbers_stand_right_and_words_left():
     table = text_table(["device", "cores"], [["cpu:0", "1"], ["cpu:10", "12"]])
-
     assert table.splitlines() == ["device  cores", "------  -----", "cpu:0       1", "cpu:10     12"]
 
 
@@ -22,9 +21,7 @@ def test_a_table_without_rows_is_its_heading():
 
 def test_columns_that_a_terminal_has_no_space_for_follow_below(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(console, "width", lambda: 14)
-
     table = text_table(["name", "first", "second", "third"], [["a", "1", "2", "3"], ["b", "4", "5", "6"]])
-
     assert table.splitlines() == [
         *("name  first", "----  -----", "a         1", "b         4", ""),
         *("name  second", "----  ------", "a          2", "b          5", ""),

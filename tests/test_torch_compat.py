@@ -37,10 +37,8 @@ def test_what_is_missing_is_named_with_its_purpose_and_the_version(
     owner: str, name: str, purpose: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delattr(f"{owner}.{name}")
-
     with pytest.raises(ImportError, match=purpose) as raised:
         runpy.run_path(compat.__file__)
-
     assert torch.__version__ in str(raised.value)
     assert name in str(raised.value)
 
@@ -52,9 +50,7 @@ def test_with_this_torch_nothing_is_missing():
 def test_tensors_count_writes_and_know_their_base():
     tensor = torch.zeros(2)
     view = tensor[:1]
-
     view.add_(1)
-
     assert tensor._version == 1
     assert view._is_view()
     assert compat.GET_BASE(view) is tensor
@@ -130,7 +126,5 @@ def test_a_failed_graph_leaves_its_pool_to_the_others_alone(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", graph.end_routing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", graph.release, raising=False)
-
     compat.clear_failed_graph(graph, 0, (0, 1))
-
     assert (graph.routed, graph.users) == (False, 1)

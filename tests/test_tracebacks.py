@@ -62,11 +62,9 @@ def test_ipython_shows_the_users_frames_of_an_error_in_fit(replicas: int):
 @pytest.mark.usefixtures("ipython")
 def test_ipython_shows_the_users_step_of_a_loop_of_ones_own():
     strategy = ls.MirroredStrategy(replicas=2)
-
     with pytest.raises(ArithmeticError) as caught:
         strategy.run(own_function, (torch.ones(2),))
     strategy.close()
-
     assert shown_frames(caught.value)[1:] == ["own_function"]
 
 
@@ -99,7 +97,6 @@ def test_after_ctrl_c_only_the_callers_frames_are_shown():
     with pytest.raises(KeyboardInterrupt) as caught:
         strategy.run(interrupt)
     strategy.close()
-
     assert shown_frames(caught.value) == ["test_after_ctrl_c_only_the_callers_frames_are_shown"]
 
 
@@ -144,11 +141,9 @@ def test_the_traceback_of_an_error_of_our_own_ends_with_the_users_call(
 
 def test_without_ipython_every_frame_is_shown():
     strategy = ls.MirroredStrategy(replicas=1)
-
     with pytest.raises(ArithmeticError) as caught:
         strategy.run(own_function, (torch.ones(2),))
     strategy.close()
-
     assert "run" in shown_frames(caught.value)
 
 
@@ -218,7 +213,6 @@ def test_uncaught_errors_have_the_frames_that_one_device_would_show(python: Call
 
 def test_a_variable_brings_all_frames_back(python: Callable[..., Popen[str]]):
     frames = functions_in(python("-c", PROGRAM, LOCKSTEP_TRACEBACK="full"))
-
     assert {"in_slot", "_call_impl"} <= set(frames["run forward"])
     assert frames["without_ours"][-1] == "check_number"
 
@@ -276,7 +270,6 @@ def test_the_users_error_that_led_to_one_of_ours_is_shown_with_the_users_frames(
 
     with pytest.raises(CallbackError) as caught:
         fitted(1.0, Broken())
-
     *cause, test, call = functions_shown(caught.value)
     assert cause == ["on_epoch_end", "own_function"]
     assert (test[:14], call) == ("test_the_users", "fitted")

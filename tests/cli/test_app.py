@@ -19,7 +19,6 @@ COMMANDS = [[], ["train"], ["train", "mlm"], ["train", "images"], ["data", "digi
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main([*words, "--help"]) == 0
-
     printed = capsys.readouterr()
     assert "Usage: " in printed.out
     assert printed.err == ""
@@ -28,14 +27,12 @@ def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_the_help_of_a_command_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]):
     main([*words, "--help"])
-
     assert f"Example: lockstep {' '.join(words)}".rstrip() in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_a_command_that_is_not_called_has_the_same_line_of_help(name: str):
     by_itself, beside_it = (get_command(app.tree(called)).commands[name] for called in (name, None))
-
     assert beside_it.get_short_help_str(limit=200) == by_itself.get_short_help_str(limit=200) == app.COMMANDS[name]
 
 
@@ -45,7 +42,6 @@ def test_a_command_that_is_not_called_has_the_same_line_of_help(name: str):
 def test_what_needs_no_torch_does_not_wait_for_it(words: list[str]):
     code = f"import sys; from lockstep_tools.cli import main; main({words}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
     assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
@@ -55,13 +51,11 @@ def test_the_end_of_a_command_does_not_look_for_cycles():
         [sys.executable, "-c", f"import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); {code}"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-
     assert done.stdout.splitlines()[-2:] == ["end", "True"], done.stderr
 
 
 def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
-
     assert "Usage: lockstep" in capsys.readouterr().out
 
 
@@ -83,7 +77,6 @@ def test_no_words_are_a_call_for_help(capsys: pytest.CaptureFixture[str]):
 )
 def test_what_is_not_known_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main(words) == 2
-
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("lockstep: error: ")
@@ -92,7 +85,6 @@ def test_what_is_not_known_is_one_line(words: list[str], said: str, capsys: pyte
 
 def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "mlm", "--data", "no-such-folder", "--traceback"]) == 2
-
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last)")
     assert printed.splitlines()[-1].startswith("lockstep: error: the text folder")
@@ -131,9 +123,7 @@ def test_hostile_words_are_one_line_and_nothing_else(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text("print('began')")
-
     assert main(words) in (1, 2)
-
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("lockstep: error: ")
@@ -143,14 +133,12 @@ def test_hostile_words_are_one_line_and_nothing_else(
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
-
     assert capsys.readouterr().out.startswith("lockstep 0.")
 
 
 def test_the_script_is_installed_beside_python():
     script = Path(sys.executable).parent / "lockstep"
     done = subprocess.run([script, "devices"], capture_output=True, text=True, timeout=120, check=False)
-
     assert (done.returncode, done.stderr) == (0, "")
     assert "cpu:0" in done.stdout
 
@@ -158,7 +146,6 @@ def test_the_script_is_installed_beside_python():
 def test_a_reader_that_leaves_is_no_error(start_lockstep):
     process = start_lockstep("devices")
     process.stdout.close()
-
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 1
 
@@ -174,9 +161,7 @@ def test_the_help_fits_80_columns_and_names_every_flag_whole(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "80")
-
     main([*words, "--help"])
-
     out = capsys.readouterr().out
     before_the_example = out.partition("Example:")[0].splitlines()
     assert max(map(columns, before_the_example)) <= 80
@@ -191,6 +176,5 @@ def test_the_flags_of_a_training_are_grouped_in_one_order(capsys: pytest.Capture
         main(["train", recipe, "--help"])
         lines = capsys.readouterr().out.splitlines()
         shown.append([line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z]\w+:", line)])
-
     assert shown[0] == ["Data", "Model", "Training", "Devices", "Layout", "Output", "Other"]
     assert shown[1] == shown[2] == [title for title in shown[0] if title != "Layout"]

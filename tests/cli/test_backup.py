@@ -160,8 +160,6 @@ def test_a_run_that_was_killed_before_its_report_need_not_train_again(start: Sta
 )
 def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, start: Start, tmp_path: Path):
     (tmp_path / "out" / "backup" / "step-00000008").mkdir(parents=True)
-
     code, out, error = ended(start(NEVER, "--output", "out", *words))
-
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert said in error

@@ -87,7 +87,6 @@ def test_a_missing_template_engine_is_seen_before_anything_is_measured(tmp_path:
     code = "import sys; sys.modules['jinja2'] = None; from lockstep_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "bench", "scaling", "images"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-
     assert (done.returncode, done.stdout) == (2, "")
     assert "pip install 'torch-lockstep[plots]'" in done.stderr
     assert list(tmp_path.iterdir()) == []

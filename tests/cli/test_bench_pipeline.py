@@ -49,7 +49,6 @@ def test_what_cannot_be_is_refused_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
-
     assert main(["bench", "pipeline", *words]) == 2
     out, error = capfd.readouterr()
     assert (out, error.count("\n")) == ("", 1)

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("fresh_devices")
 
 def test_splits_the_cpu_and_lists_its_shares(capsys: pytest.CaptureFixture[str]):
     assert main(["devices", "--devices", "cpu:4"]) == 0
-
     physical, logical = capsys.readouterr().out.split("\n\n")
     assert physical.splitlines()[2].split()[:2] == ["cpu:0", "CPU"]
     assert "core" in physical
@@ -39,7 +38,6 @@ def test_a_gpu_s_shares_are_shown_with_their_memory(capsys: pytest.CaptureFixtur
 
 def test_takes_what_is_picked_by_name(capsys: pytest.CaptureFixture[str]):
     assert main(["devices", "--devices", "cpu:0"]) == 0
-
     assert capsys.readouterr().out.splitlines()[-1].split() == ["cpu:0", "cpu:0", "all", "of", "it"]
 
 
@@ -57,7 +55,6 @@ def test_takes_what_is_picked_by_name(capsys: pytest.CaptureFixture[str]):
 )
 def test_what_cannot_be_is_one_line_that_says_what_can(spec: str, said: str, capsys: pytest.CaptureFixture[str]):
     assert main(["devices", "--devices", spec]) == 2
-
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1

@@ -68,9 +68,7 @@ def test_a_finished_run_is_kept_until_it_is_to_be_replaced(recipe: str, run_lock
 def test_whatever_a_backup_would_do_a_finished_run_is_kept(left: str, words: list[str], run_lockstep, tmp_path: Path):
     (tmp_path / "out" / "model").mkdir(parents=True)
     (tmp_path / "out" / left).write_bytes(b"three hours")
-
     refused = run_lockstep("train", *IMAGES.split(), *SMALL, *words)
-
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert f"'out/{left}'" in refused.stderr
     assert files_of(tmp_path / "out") == {Path(left): b"three hours"}
@@ -80,7 +78,6 @@ def test_a_run_that_ended_before_its_results_begins_anew(run_lockstep, tmp_path:
     (tmp_path / "out" / "model").mkdir(parents=True)
     (tmp_path / "out" / "logs" / "20260101-000000").mkdir(parents=True)
     (tmp_path / "out" / "model" / ".model.safetensors.0.partial").write_bytes(b"half")
-
     assert run_lockstep("train", *IMAGES.split(), *SMALL).returncode == 0
 
 

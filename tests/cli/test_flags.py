@@ -78,7 +78,6 @@ def test_without_flags_the_config_is_the_default_one():
 
 def test_the_help_is_what_stands_before_the_arguments():
     shown = " ".join(CliRunner().invoke(build(), ["--help"]).output.split())
-
     assert "Does something with the settings. Only once." in shown
     assert "Args" not in shown
     assert "--auto" not in shown
@@ -88,7 +87,6 @@ def test_the_help_is_what_stands_before_the_arguments():
 
 def test_a_field_without_a_flag_has_its_default_or_what_is_given():
     job = call(without=("rate",), constants={"shuffle": False}, defaults={"batch_size": 3})
-
     assert job.config == Settings(batch_size=3, shuffle=False)
     for flag in ("--rate", "--shuffle"):
         with pytest.raises(typer.TyperException, match="No such option"):
@@ -97,7 +95,6 @@ def test_a_field_without_a_flag_has_its_default_or_what_is_given():
 
 def test_every_field_is_a_flag_of_its_type():
     words = ["--batch-size", "8", "--rate", "0.5", "--text", "a/b", "--precision", "bf16", "--no-shuffle", "--quiet"]
-
     expected = Settings(batch_size=8, rate=0.5, text=Path("a/b"), precision="bf16", shuffle=False)
     assert call(*words) == Job(config=expected, quiet=True)
 
@@ -123,7 +120,6 @@ def test_the_help_of_a_flag_is_the_entry_of_the_docstring():
 
 def test_the_help_reaches_the_flag():
     (parameter,) = [p for p in flags_of(Settings) if p.name == "rate"]
-
     assert get_args(parameter.annotation)[1].help == "The rate at the start."
     assert parameter.default == 1e-4
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY

@@ -51,7 +51,6 @@ def test_the_docs_show_what_the_command_says(capsys: pytest.CaptureFixture[str])
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text()
     command = text.split("```bash\nlockstep ", 1)[1].split("\n", 1)[0]
     _, out, _ = said(capsys, *command.split())
-
     assert f"```text\n{out}```" in text
 
 
@@ -59,7 +58,6 @@ def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
     words = (*MODEL, *A100, "--per-host", "4")
     _, slow, _ = said(capsys, *words, "--link", "pcie4,1.25@50")
     _, fast, _ = said(capsys, *words, "--link", ",ndr")
-
     assert "on pcie4, 1.25@50 between hosts" in slow
     assert "on nvlink3, ndr between hosts" in fast
     assert slow.splitlines()[5:] != fast.splitlines()[5:]
@@ -67,7 +65,6 @@ def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
 
 def test_the_recipe_is_planned_for_a_device_by_its_figures(capsys: pytest.CaptureFixture[str]):
     code, out, _ = said(capsys, "plan", "mlm", "--devices", "2", "--kind", "48,864,362", "--microbatch-size", "8")
-
     assert code == 0
     assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, sequences of 512 tokens\n2 x ")
     assert "best: ls.ParallelStrategy(" in out
@@ -77,7 +74,6 @@ def test_modules_of_a_transformers_model_are_listed(capsys: pytest.CaptureFixtur
     model = "type=gpt2, n_layer=2, n_embd=32, n_head=4, vocab_size=100, n_positions=64"
     code, out, _ = said(capsys, "plan", model, "--devices", "2", *A100, "--modules")
     rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.split()) == 4}
-
     assert code == 0
     # 4 x 32 x 32 + 8 x 32 x 32 weights, 9 x 32 biases and two norms; two operations a weight, and attention's products
     assert rows["transformer.h.*"] == ["2", f"{2 * (12 * 32**2 + 13 * 32):,}", "0.1"]
@@ -106,7 +102,6 @@ def test_modules_of_a_transformers_model_are_listed(capsys: pytest.CaptureFixtur
 )
 def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], line: str):
     code, out, err = said(capsys, "plan", *words)
-
     assert (code, out) == (2, "")
     assert err.startswith(f"lockstep: error: {line}")
     assert err.count("\n") == 1

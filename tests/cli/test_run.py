@@ -36,9 +36,7 @@ def logs_of(tmp_path: Path) -> dict[str, str]:
 
 def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lockstep: Run, write, tmp_path: Path):
     program = MEET + "print('sum', rank.item(), sys.argv[1:], __name__, flush=True); print('warned', file=sys.stderr)"
-
     done = run_lockstep("run", "--workers", "3", write(program), "--lr", "1$$ ${x}")
-
     line = "sum 3.0 ['--lr', '1$$ ${x}'] __main__\n"
     assert (done.returncode, done.stdout) == (0, line)
     told, warned = done.stderr.splitlines()
@@ -76,13 +74,10 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
 @pytest.mark.slow
 def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):
     done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", "lockstep", "--version")
-
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"lockstep {lockstep.__version__}\n"
     assert not (tmp_path / "lockstep-logs").exists()  # it is said once, and no worker is started
-
     done = run_lockstep("run", "--output", "all", "--quiet", "lockstep", "devices", "--devices", "cpu")
-
     assert done.returncode == 0
     assert "[0] logical  of     share" in done.stdout.splitlines()
 
@@ -100,7 +95,6 @@ def test_what_is_wrong_with_its_words_is_said_once_and_no_worker_is_started(
     words: list[str], said: str, run_lockstep: Run, tmp_path: Path
 ):
     done = run_lockstep("run", "--workers", "3", "lockstep", "train", "mlm", *words)
-
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("lockstep: error: ")
     assert said in done.stderr
@@ -140,7 +134,6 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
 @pytest.mark.slow
 def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
     done = run_lockstep("run", "--workers", "2", "--quiet", write("import lockstep as ls\nls.MirroredStrategy()"))
-
     said, line = done.stderr.splitlines()[-2:]
     assert done.returncode == 1
     assert said.startswith("lockstep.errors.UsageError: ")
@@ -178,9 +171,7 @@ signal.pause()
 )
 def test_the_exit_code_is_that_of_the_worker(end: str, code: int, said: str, run_lockstep: Run, write):
     program = f"import os, sys\nprint('last words', flush=True)\n{end}\n"
-
     done = run_lockstep("run", "--workers", "1", write(program))
-
     assert (done.returncode, done.stdout) == (code, "last words\n")
     assert f"lockstep: error: worker 0 of 1 {said}; its log is " in done.stderr
 
@@ -204,18 +195,14 @@ def test_all_start_again_after_a_failure(run_lockstep: Run, write, tmp_path: Pat
 def test_a_module_runs_as_python_m_would_run_it(run_lockstep: Run, tmp_path: Path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "job.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
-
     done = run_lockstep("run", "--workers", "1", "--quiet", "-m", "package.job", "--lr", "1")
-
     assert (done.stdout, done.stderr) == ("__main__ package ['--lr', '1']\n", "")
 
 
 @pytest.mark.slow
 def test_what_a_worker_leaves_behind_ends_with_the_job(run_lockstep: Run, write):
     program = "import os, signal\nleft = os.fork()\nif left: print(left)\nelse: signal.pause()"
-
     done = run_lockstep("run", "--workers", "1", "--quiet", write(program))
-
     assert done.returncode == 0
     assert has_ended(int(done.stdout))
 
@@ -312,10 +299,8 @@ NOHUP = (
 def test_nohup_keeps_the_job_when_the_terminal_closes(python: Start, write):
     process = python("-c", NOHUP, "run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
     (handle,) = started_workers(process, 1)
-
     process.send_signal(signal.SIGHUP)
     process.terminate()
-
     assert all_end([handle])
     assert process.wait(LIMIT_S) == 143  # of SIGTERM
 
@@ -392,9 +377,7 @@ def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Pa
         "import os; print(*(os.readlink(f'/proc/{os.getppid()}/fd/{n}') for n in range(3)), file=open('on', 'w'))"
     )
     words = [sys.executable, "-m", "lockstep_tools.cli", "run", "--workers", "1", program]
-
     done = subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words], cwd=tmp_path, timeout=LIMIT_S)
-
     assert done.returncode == 0
     assert (tmp_path / "on").read_text().split() == [os.devnull] * 3
 
@@ -450,9 +433,7 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
     )
     process = start_lockstep("run", "--workers", "1", "--output", "all", "--stop-s", "0.5", write(program))
     handles = started_workers(process, 1)
-
     process.terminate()
-
     assert all_end(handles)
     assert process.wait(LIMIT_S) == 137
 
@@ -482,9 +463,7 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
 def test_what_was_asked_wrongly_is_one_line_and_2(words, said, capsys, write, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(WAIT)
-
     assert main(["run", *words]) == 2
-
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert said in printed.err

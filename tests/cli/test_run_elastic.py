@@ -170,9 +170,7 @@ def test_the_workers_of_a_later_round_end_with_the_launcher(sign, code: int, sta
     job.kill(2)
     job.wait(total=2)
     own = dict(job.pids)
-
     job.process.send_signal(sign)
-
     assert job.end()[0] == code
     assert all(ends(pid) for pid in own.values())
 
@@ -261,9 +259,7 @@ def test_the_job_ends_with_its_first_host(start_job: Callable[..., Job], hosts: 
 def test_a_launcher_of_another_job_is_refused(start_job: Callable[..., Job], hosts: str):
     first = start_job("1:2", *NEVER, "--hosts", hosts, "--index", "0")
     stray = start_job("2:2", *NEVER, "--hosts", hosts, "--index", "1")
-
     _, said = stray.process.communicate(timeout=LIMIT_S)
-
     assert (stray.process.returncode, said.count("\n")) == (1, 1)
     assert "belongs to" in said
     first.process.kill()

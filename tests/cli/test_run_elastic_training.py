@@ -34,7 +34,6 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_random_kills_of_up_to_three_of_four_workers_change_no_bit(python: Start, undisturbed: str, tmp_path: Path):
     run = train(tmp_path, steps=STEPS, workers="1:4", kills=3, seed=1, start=partial(python, forks_workers=True))
-
     assert (run.exit_code, run.fingerprint) == (0, undisturbed), run.said
     assert run.killed
     assert any("SIGKILL" in line for line in run.said)
@@ -43,11 +42,9 @@ def test_random_kills_of_up_to_three_of_four_workers_change_no_bit(python: Start
 def test_a_job_one_process_and_another_job_take_turns(python: Start, undisturbed: str):
     program = [str(PROGRAM), str(STEPS), "backup"]
     run = ["-m", "lockstep_tools.cli", "run", "--workers"]
-
     job, _ = go_on(python(*run, "1:4", *program, forks_workers=True), until=15)
     alone, lines = go_on(python(*program, "alone"), until=45)
     code, end = go_on(python(*run, "1:3", *program, forks_workers=True), until=None)
-
     assert (job, alone, code) == (SAVED_AND_STOPPED, SAVED_AND_STOPPED, 0)
     assert min(int(step[1]) for step in map(STEP.match, lines) if step) > 10
     assert end[-1].split() == ["fingerprint", undisturbed]

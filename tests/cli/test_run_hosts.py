@@ -54,9 +54,7 @@ def test_hosts_of_a_list_make_one_job(start_lockstep: Start, write, port: int):
 def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write, port: int):
     program = write("import os, signal\nif os.environ['RANK'] == '1': raise ValueError('lost')\nsignal.pause()")
     words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
-
     first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
-
     assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
     assert "lockstep: error: worker 1 of 2 failed with the ValueError above; its log is " in ends(second)[2]
 
@@ -64,10 +62,8 @@ def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write,
 def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Start, write, port: int):
     fail = "import os, select, sys\nif os.environ['RANK'] == '1':\n    sys.stdin.read(); raise ValueError('lost')"
     words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
-
     program = write(fail)
     first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
-
     assert ends(second)[0] == 1
     assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
 
@@ -92,9 +88,7 @@ def test_a_launcher_of_another_job_is_turned_away(start_lockstep: Start, write, 
     hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
     program = write(WAIT)
     first = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "0", program)
-
     stray = start_lockstep("run", "--workers", "1", "--quiet", "--hosts", hosts, "--index", "1", program, "--lr", "2")
-
     code, _, err = ends(stray)
     assert (code, err.count("\n")) == (1, 1)
     assert f"the store at 127.0.0.1:{port} belongs to job 'program.py with arguments " in err
@@ -106,7 +100,6 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], write, tm
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code = main(["run", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index", "0", write(WAIT)])
-
     assert code == 1
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
     assert not (tmp_path / "lockstep-logs").exists()
@@ -117,7 +110,5 @@ def test_a_host_that_does_not_come_is_named(
 ):
     monkeypatch.chdir(tmp_path)
     hosts = f"127.0.0.1:{port},127.0.0.2:{port}"
-
     assert main(["run", "--timeout-s", "0.5", "--hosts", hosts, "--index", "0", write(WAIT)]) == 1
-
     assert f"waited 0.5 s for host 1 (127.0.0.2:{port})" in capsys.readouterr().err

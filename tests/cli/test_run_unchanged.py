@@ -76,7 +76,6 @@ def saved(folder: Path) -> list[Tensor]:
 def test_two_processes_train_as_one_on_the_whole_batch(run_lockstep: Run, tmp_path: Path, script: str, order: Order):
     words = ("run", "--workers", "2", "--output", "all", str(EXAMPLES / script), "trained")
     done = run_lockstep(*words, forks_workers=True)
-
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^\[(\d)\] process (\d) of (\d): the weights add up to (\S+)$", done.stdout, re.MULTILINE)
     assert sorted(words[:3] for words in said) == [("0", "0", "2"), ("1", "1", "2")]
@@ -129,17 +128,13 @@ dist.destroy_process_group = lambda: (end(), print("parted", flush=True))
 def test_groups_that_a_program_left_to_its_end_are_parted_from(run_lockstep: Run, tmp_path: Path):
     """Else a thread of gloo aborts the process now and then."""
     (tmp_path / "ends.py").write_text(BEGINS + ENDS)
-
     done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", "ends.py")
-
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] parted", "[1] parted"])
 
 
 def test_a_program_that_failed_does_not_wait_for_what_the_others_never_join(run_lockstep: Run, tmp_path: Path):
     alone = "if os.environ['RANK'] == '0': signal.pause()\ndist.all_reduce(torch.ones(1), async_op=True)\n"
     (tmp_path / "fails.py").write_text(f"{BEGINS}{alone}raise ValueError('no such file')")
-
     done = run_lockstep("run", "--workers", "2", "--quiet", "fails.py")
-
     assert done.returncode == 1
     assert "worker 1 of 2 failed with the ValueError above; its log is " in done.stderr

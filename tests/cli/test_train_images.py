@@ -107,7 +107,6 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
 )
 def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "images", *SMALL, "--width-multiplier", "1", *words)
-
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("lockstep: error: ")
@@ -146,9 +145,7 @@ def add_a_class_to_the_test(pictures: Path) -> None:
 )
 def test_pictures_that_cannot_be_used_are_one_line(damage, said, pictures: Path, run_lockstep, tmp_path: Path):
     damage(pictures)
-
     done = run_lockstep("train", "images", *SMALL)
-
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
@@ -176,9 +173,7 @@ def test_too_many_broken_pictures_are_one_line_and_all_are_listed(pictures: Path
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_may_not_be_read_is_one_line(pictures: Path, run_lockstep):
     (pictures / "train" / "dog").chmod(0)
-
     done = run_lockstep("train", "images", *SMALL)
-
     (pictures / "train" / "dog").chmod(0o755)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "cat: 20, dog: 0" in done.stderr
@@ -187,7 +182,6 @@ def test_a_folder_that_may_not_be_read_is_one_line(pictures: Path, run_lockstep)
 @pytest.mark.slow
 def test_a_batch_larger_than_the_data_is_one_step(run_lockstep):
     done = run_lockstep("train", "images", *SMALL, "--batch-size", "5000", "--epochs", "1")
-
     assert (done.returncode, done.stderr) == (0, "")
     assert "1 step" in done.stdout
 
@@ -225,12 +219,10 @@ def test_workers_train_together_and_the_chief_alone_prints_and_writes(train_on_t
 @pytest.mark.slow
 def test_the_first_step_does_not_wait_for_packages_that_it_does_not_need(tmp_path: Path):
     words = ("train", "images", "--devices", "cpu:2", "--output", str(tmp_path / "out"))
-
     # A process of its own: those that other tests start have many packages already.
     done = subprocess.run(
         [sys.executable, PROGRAMS / "first_step.py", *words], capture_output=True, text=True, timeout=250, check=False
     )
-
     imported = set(done.stdout.partition("IMPORTED ")[2].split())
     assert {"torch", "transformers", "lockstep"} <= imported, done.stderr
     assert not {"sklearn", "torchmetrics", "matplotlib", "pandas"} & imported

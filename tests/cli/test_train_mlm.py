@@ -82,7 +82,6 @@ def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lo
 @pytest.mark.slow
 def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--epochs", "1", "--quiet")
-
     assert done.returncode == 0
     assert done.stdout.splitlines()[0].split() == HEADER
     assert re.fullmatch("fingerprint [0-9a-f]{16}", done.stdout.splitlines()[-1])
@@ -130,7 +129,6 @@ def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep):
 )
 def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "mlm", *SMALL, *words)
-
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("lockstep: error: ")
@@ -173,9 +171,7 @@ def test_a_run_that_is_terminated_is_gone_on_with_where_that_is_asked_for(run_lo
 def test_a_file_where_results_go_is_seen_before_the_training(in_the_way, said, run_lockstep, tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / in_the_way).write_text("mine")
-
     done = run_lockstep("train", "mlm", *SMALL)
-
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == [in_the_way]
@@ -184,9 +180,7 @@ def test_a_file_where_results_go_is_seen_before_the_training(in_the_way, said, r
 @pytest.mark.slow
 def test_a_folder_where_the_curves_go_is_seen_before_the_training(run_lockstep, tmp_path: Path):
     (tmp_path / "out" / "curves.png").mkdir(parents=True)
-
     done = run_lockstep("train", "mlm", *SMALL)
-
     assert (done.returncode, done.stdout) == (2, "")
     assert "--output has a folder 'out/curves.png', expected a file" in done.stderr
 
@@ -196,9 +190,7 @@ def test_a_tilde_is_the_home_folder(run_lockstep, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "logs").parent.mkdir()
     (tmp_path / "home" / "logs").write_text("mine")
-
     said = run_lockstep("train", "mlm", *SMALL, "--output", "~").stderr
-
     assert f"'{tmp_path / 'home' / 'logs'}' is a file" in said
 
 
@@ -206,7 +198,6 @@ def test_a_tilde_is_the_home_folder(run_lockstep, tmp_path: Path, monkeypatch: p
 def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):
     places = [word for pair in PLACES.items() for word in pair]
     done = run_lockstep("train", "mlm", *places, "--pretrained", "text")
-
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "'text'" in done.stderr
@@ -215,7 +206,6 @@ def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):
 @pytest.mark.slow
 def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--pretrained", "text")
-
     warning, error = done.stderr.splitlines()
     assert warning.startswith("lockstep: warning: without effect, since pretrained='text': layers")
     assert error.startswith("lockstep: error: ")
@@ -224,7 +214,6 @@ def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_names_its_step_and_leaves_no_result(run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "mlm", *SMALL, "--learning-rate", "1e30")
-
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "step" in done.stderr
@@ -252,9 +241,7 @@ def test_a_missing_package_is_one_line_before_anything_is_trained(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-
     assert main(["train", "mlm", *SMALL]) == 2
-
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"pip install 'torch-lockstep[{extra}]'" in said

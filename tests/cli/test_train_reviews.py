@@ -93,7 +93,6 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     first = run_lockstep("train", "reviews", *SMALL, "--epochs", "1", "--quiet")
     places = ["--data", "reviews.csv", "--output", "again", "--epochs", "1"]
     adapted = run_lockstep("train", "reviews", *places, "--pretrained", "out/model", "--lora", "r=2")
-
     assert (first.returncode, first.stderr) == (0, "")
     assert "epoch 1/1" not in first.stdout
     assert (adapted.returncode, adapted.stderr) == (0, "")
@@ -113,7 +112,6 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
 )
 def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, said, run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "reviews", *SMALL, *words)
-
     *warnings, error = done.stderr.splitlines()
     assert done.returncode == 2
     assert all(line.startswith("lockstep: warning: ") for line in warnings)
@@ -133,9 +131,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
 )
 def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, reviews: Path, run_lockstep):
     reviews.write_text(content, encoding="utf-8")
-
     done = run_lockstep("train", "reviews", *SMALL)
-
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
 
@@ -143,7 +139,6 @@ def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, revie
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "reviews", *SMALL, "--learning-rate", "1e30", "--clip-norm", "0")
-
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "the loss became nan between step 1 and step " in done.stderr
     assert not (tmp_path / "out" / "model").exists()
@@ -198,7 +193,6 @@ def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp
     code = f"{hide}; from lockstep_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "train", "reviews", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "pip install 'torch-lockstep[text]'" in done.stderr
     assert not (tmp_path / "out").exists()

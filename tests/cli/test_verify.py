@@ -35,9 +35,7 @@ def test_equal_programs_are_said_to_be_and_end_in_0(capsys: pytest.CaptureFixtur
 
 def test_a_difference_is_named_with_its_cause_and_ends_in_1(capsys: pytest.CaptureFixture[str]):
     words = ["--quiet", "--devices", "cpu:2", str(PROGRAMS / "mean_over_shard.py")]
-
     assert main(["verify", *words]) == 1
-
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "different: step 1, loss total is the first that differs by 1 of its size" in printed.out
@@ -57,7 +55,6 @@ def test_a_difference_is_named_with_its_cause_and_ends_in_1(capsys: pytest.Captu
 )
 def test_what_was_asked_wrongly_is_one_line_and_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", *words]) == 2
-
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert said in printed.err
@@ -65,20 +62,17 @@ def test_what_was_asked_wrongly_is_one_line_and_2(words: list[str], said: str, c
 
 def test_the_traceback_of_a_program_is_there_for_who_asks(capsys: pytest.CaptureFixture[str]):
     main(["verify", "--quiet", str(PROGRAMS / "raises.py"), "--traceback"])
-
     assert 'raise ValueError("the data folder is empty")' in capsys.readouterr().err
 
 
 def test_a_recipe_is_the_command_that_trains_it():
     program = find_program("mlm", ("--layers", "1"))
-
     assert (program.kind, program.target, program.scratch_flag) == ("module", "lockstep_tools.cli", "--output")
     assert program.arguments == ("train", "mlm", "--quiet", "--layers", "1")
 
 
 def test_a_recipe_s_own_words_are_its_own_to_refuse(capsys: pytest.CaptureFixture[str]):
     assert main(["verify", "--quiet", "--devices", "cpu:2", "mlm", "--epochs", "0"]) == 2
-
     assert "mlm fails by itself: exit code 2: lockstep: error: epochs=0 was given" in capsys.readouterr().err
 
 

@@ -51,7 +51,6 @@ def test_host_and_port(address: str, parts: tuple[str, int]):
 def test_a_malformed_address_is_shown_with_a_right_one(address: object, message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         parse_address(address)
-
     assert "\n" not in str(caught.value)
 
 

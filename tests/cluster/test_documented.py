@@ -30,14 +30,12 @@ def test_the_texts_are_found():
 @pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))
 def test_every_tf_config_is_read(text: str, place: tuple[int, int]):
     cluster = cluster_from_environment({"TF_CONFIG": text})
-
     assert (cluster.num_workers, cluster.index) == place
 
 
 @pytest.mark.parametrize(("words", "index"), list(zip(BY_HAND, (0, 1), strict=True)))
 def test_torchruns_variables_by_hand_are_read(words: str, index: int):
     cluster = cluster_from_environment(dict(word.split("=", 1) for word in words.split()))
-
     assert (cluster.num_workers, cluster.index, cluster.chief_address) == (2, index, ("hosta", 29500))
 
 

@@ -69,7 +69,6 @@ def test_mpirun_trains_one_model(name: str):
     script = f"{sys.executable} {PROGRAM}; exit $?"  # a shell stands between the launcher and the program
     words = ["2", sys.executable, str(PROGRAM)] if name == "Open MPI" else ["2", "sh", "-c", script]
     done = launched(name, words)
-
     assert done.returncode == 0, done.stderr
     check(done.stdout.splitlines(), 2)
 
@@ -78,7 +77,6 @@ def test_mpirun_trains_one_model(name: str):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_mpirun_with_a_strategy_for_one_process_fails(name: str):
     done = launched(name, ["2", sys.executable, str(PROGRAM), "one"])
-
     assert done.returncode != 0
     assert "MultiWorkerMirroredStrategy" in done.stderr
     assert "[" not in done.stdout
@@ -157,7 +155,6 @@ SLOW = ("Flux", "SkyPilot", "Azure's mpirun", "Vertex AI", "SageMaker")
 def test_processes_with_these_variables_train_one_model(python: Callable[..., Any], free_ports: FreePorts, name: str):
     programs = [python(str(PROGRAM), OMP_NUM_THREADS="1", **variables) for variables in DESCRIPTIONS[name](free_ports)]
     outcomes = [program.communicate(LIMIT_S) for program in programs]
-
     assert [program.returncode for program in programs] == [0] * len(programs), outcomes
     check([line for printed, _ in outcomes for line in printed.splitlines()], len(programs))
 
@@ -181,6 +178,5 @@ def test_no_process_trains_alone(
 ):
     programs = [python(str(PROGRAM), *strategy, OMP_NUM_THREADS="1", **variables) for variables in environments]
     outcomes = [program.communicate(LIMIT_S) for program in programs]
-
     assert all(program.returncode for program in programs)
     assert all(not printed and "set RANK=0 WORLD_SIZE=1" in error for printed, error in outcomes), outcomes

@@ -184,7 +184,6 @@ LISTS: dict[str, Environment] = {
 def test_a_whole_description_is_followed(name: str):
     environment, (source, index, workers, host, port) = FOLLOWED[name]
     cluster = cluster_from_environment(environment)
-
     assert (cluster.source, cluster.index, cluster.num_workers) == (source, index, workers)
     assert cluster.chief_address[0] == host
     assert port is None or cluster.chief_address[1] == port
@@ -211,7 +210,6 @@ def test_all_processes_derive_one_address_and_one_id(name: str):
 def test_another_job_has_another_address_and_id():
     one = cluster_from_environment(MPI_HOST)
     other = cluster_from_environment({**MPI_HOST, "PMIX_NAMESPACE": "another-id"})
-
     assert one.chief_address != other.chief_address
     assert one.job_id != other.job_id
 
@@ -219,7 +217,6 @@ def test_another_job_has_another_address_and_id():
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_is_one_process(name: str):
     cluster = cluster_from_environment(ALONE[name])
-
     assert (cluster.num_workers, cluster.is_chief) == (1, True)
     assert declared_job(ALONE[name]) is None
 
@@ -242,17 +239,14 @@ def test_what_a_refusal_says_to_write_is_followed(row: Launcher):
     environment = numbered(row, 3, 4, 2) if row.size else {row.rank: "3"}
     if "RANK=" in row.line:
         environment |= {"RANK": "3", "WORLD_SIZE": "4"}
-
     cluster = cluster_from_environment({**environment, **WHERE})
     alone = cluster_from_environment({**environment, "RANK": "0", "WORLD_SIZE": "1"})
-
     assert (cluster.index, cluster.num_workers, cluster.chief_address) == (3, 4, ("hosta", 29500))
     assert (alone.num_workers, alone.is_chief) == (1, True)
 
 
 def test_an_evaluator_of_vertex_ai():
     cluster = cluster_from_environment(cluster_spec("workerpool3", 0, **VERTEX, workerpool3=["e:2222"]))
-
     assert (cluster.task, cluster.index, cluster.is_chief, cluster.num_workers) == ("evaluator", 0, False, 3)
 
 
@@ -284,7 +278,6 @@ def test_a_tf_config_of_one_worker_does_not_train_alone_in_each_process_of_a_job
 @pytest.mark.parametrize("name", [*ALONE, *LISTS])
 def test_a_tf_config_of_one_worker_beside_a_description_of_one_process(name: str):
     cluster = cluster_from_environment({**(ALONE.get(name) or LISTS[name]), **ONE_WORKER})
-
     assert (cluster.source, cluster.num_workers) == ("TF_CONFIG", 1)
 
 
@@ -328,7 +321,6 @@ def test_a_tf_config_must_agree_with_the_job_around_it(
 def test_a_step_of_slurm_may_have_tasks_that_evaluate():
     cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
     written = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
-
     assert declared_job({**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "3", **written}) is not None
 
 
@@ -367,5 +359,4 @@ def test_the_gpus_of_a_host_are_divided_among_its_processes(environment: Environ
 
 def test_the_page_lists_every_launcher():
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
-
     assert [row.name for row in TABLE if row.rank not in page] == []

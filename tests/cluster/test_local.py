@@ -55,7 +55,6 @@ PLACES = {
 @pytest.mark.parametrize("case", PLACES)
 def test_the_place_among_the_workers_of_a_host(case: str):
     (environment, cluster), expected = PLACES[case]
-
     assert find_local_rank(environment, cluster) == expected
 
 
@@ -80,7 +79,6 @@ def test_a_worker_s_own_gpus(place: LocalRank, gpus: int, expected: list[int]):
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_no_two_workers_have_one_gpu_where_there_are_enough(workers: int):
     parts = [LocalRank(rank=index, workers=workers).own_gpus(8) for index in range(workers)]
-
     assert len({gpu for part in parts for gpu in part}) == sum(map(len, parts))
     assert len({len(part) for part in parts}) == 1
 
@@ -112,7 +110,6 @@ ALL, LOW, HIGH = 0b1111, 0b0011, 0b1100
 )
 def test_who_shares_the_cores_of_a_worker(cards: list[tuple[int, int]], sharing: list[int]):
     told = [{"host": host, "cores": cores} for host, cores in cards]
-
     assert [count_core_sharers(told, index) for index in range(len(told))] == sharing
 
 

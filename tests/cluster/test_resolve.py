@@ -44,7 +44,6 @@ EXPORTED = {"WORLD_SIZE": "3", "MASTER_ADDR": "n2", "MASTER_PORT": "23456"}  # w
 )
 def test_which_form_counts(environment: dict[str, str], source: str):
     cluster = cluster_from_environment(environment)
-
     assert cluster.source == source
 
 
@@ -55,7 +54,6 @@ def test_nothing_is_declared():
 
 def test_a_job_step_takes_the_chief_that_its_script_exported():
     cluster = cluster_from_environment({**SLURM, **EXPORTED})
-
     assert cluster.chief_address == ("n2", 23456)
 
 
@@ -95,14 +93,12 @@ def test_contradictions_and_halves_are_refused(environment: dict[str, str], mess
 )
 def test_only_a_process_among_several_that_train_is_in_a_job(environment: dict[str, str], job: tuple[str, int] | None):
     found = declared_job(environment)
-
     assert (found and (found.source, found.num_workers)) == job
 
 
 def test_this_process_own_environment_is_read(monkeypatch: pytest.MonkeyPatch):
     for name, value in TWO_WORKERS.items():
         monkeypatch.setenv(name, value)
-
     assert cluster_from_environment() == cluster_from_environment(TWO_WORKERS)
     assert declared_job() == cluster_from_environment(TWO_WORKERS)
 
@@ -124,6 +120,5 @@ def test_mirrored_strategy_does_not_train_alone_where_the_job_is_malformed(
 def test_an_evaluator_may_use_a_mirrored_strategy(monkeypatch: pytest.MonkeyPatch, fresh_devices: DeviceRegistry):
     monkeypatch.setenv("TF_CONFIG", EVALUATOR["TF_CONFIG"])
     strategy = MirroredStrategy()
-
     assert strategy.num_replicas_in_sync >= 1
     strategy.close()

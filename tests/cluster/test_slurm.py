@@ -70,14 +70,12 @@ def test_what_is_no_task_declares_nothing(environment: dict[str, str]):
 )
 def test_where_the_store_of_the_chief_listens(changes: dict[str, str], chief: str):
     cluster = parse_slurm({**STEP, **changes})
-
     assert cluster.workers[0] == chief
 
 
 def test_hosts_in_an_arbitrary_order_do_not_say_where_task_0_is():
     """As SLURM 22.05 sets them for ``srun -m arbitrary`` with node10 first in its file: the list is sorted."""
     anywhere = {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_STEP_NODELIST": "node[08,10]"}
-
     with pytest.raises(
         ClusterError, match=r"arbitrary does not say which of 'node\[08,10\]' has task 0; set MASTER_AD"
     ):
@@ -88,7 +86,6 @@ def test_hosts_in_an_arbitrary_order_do_not_say_where_task_0_is():
 
 def test_a_port_is_never_one_of_linux_own_and_steps_of_a_job_have_their_own():
     ports = [step_port(job, step) for job in (0, 1, 4711, 99_999_999) for step in range(100)]
-
     assert all(15000 <= port < 30000 for port in ports)
     assert len({step_port(4711, step) for step in range(100)}) == 100
     assert len({step_port(job, 0) for job in range(4711, 4811)}) == 100
@@ -96,19 +93,16 @@ def test_a_port_is_never_one_of_linux_own_and_steps_of_a_job_have_their_own():
 
 def test_a_job_that_was_queued_again_is_another_attempt():
     cluster = parse_slurm({**STEP, "SLURM_RESTART_COUNT": "2"})
-
     assert cluster.attempt == 2
 
 
 def test_a_given_id_is_kept():
     cluster = parse_slurm({**STEP, "LOCKSTEP_JOB_ID": "mine"})
-
     assert cluster.job_id == "mine"
 
 
 def test_a_single_task_is_a_cluster_of_one():
     cluster = parse_slurm({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-
     assert cluster.num_workers == 1
 
 
@@ -144,7 +138,6 @@ def test_a_single_task_is_a_cluster_of_one():
 def test_what_is_malformed_is_named(environment: dict[str, str], message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         parse_slurm(environment)
-
     assert "\n" not in str(caught.value)
 
 

@@ -20,14 +20,12 @@ def test_the_facade_has_it():
 
 def test_a_list_is_kept_as_a_tuple():
     cluster = ClusterSpec(workers=list(PAIR), index=0)  # type: ignore[arg-type]
-
     assert cluster.workers == PAIR
     assert hash(cluster) == hash(ClusterSpec(workers=PAIR, index=0))
 
 
 def test_what_follows_from_the_fields():
     chief, other = (ClusterSpec(workers=PAIR, index=index) for index in (0, 1))
-
     assert (chief.num_workers, chief.is_chief, other.is_chief) == (2, True, False)
     assert other.chief_address == ("hosta", 20000)
     assert [other.name(index) for index in (0, 1)] == ["worker 0 (hosta:20000)", "worker 1 (hostb:20001)"]
@@ -37,14 +35,12 @@ def test_what_follows_from_the_fields():
 
 def test_workers_whose_address_a_launcher_did_not_name():
     cluster = ClusterSpec(workers=("[::1]:20000", "", ""), index=2)
-
     assert cluster.chief_address == ("::1", 20000)
     assert (cluster.name(0), cluster.name(2), cluster.host(2)) == ("worker 0 ([::1]:20000)", "worker 2", "")
 
 
 def test_a_cluster_of_one_needs_no_address_until_somebody_asks():
     alone = ClusterSpec(workers=("",), index=0)
-
     assert (alone.num_workers, alone.is_chief, alone.name(0)) == (1, True, "worker 0")
     with pytest.raises(ClusterError, match=r"cluster of one worker names no address; give one, for example ClusterSp"):
         _ = alone.chief_address
@@ -52,7 +48,6 @@ def test_a_cluster_of_one_needs_no_address_until_somebody_asks():
 
 def test_an_evaluator_is_no_chief_and_counts_among_its_kind():
     evaluator = ClusterSpec(workers=PAIR, index=0, task="evaluator")
-
     assert not evaluator.is_chief
     assert ClusterSpec(workers=PAIR, index=7, task="evaluator").num_workers == 2
 
@@ -90,7 +85,6 @@ def test_it_is_frozen():
 def test_a_malformed_cluster_says_what_is_wrong_with_it(changes: dict[str, Any], message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         ClusterSpec(**{"workers": PAIR, "index": 0, **changes})
-
     assert "\n" not in str(caught.value)
 
 

@@ -28,7 +28,6 @@ def task(kind: object, index: object) -> dict[str, object]:
 
 def test_the_published_form():
     cluster = parse_tf_config({"TF_CONFIG": PUBLISHED})
-
     assert cluster.workers == ("localhost:20000", "localhost:20001")
     assert (cluster.index, cluster.task, cluster.source, cluster.is_chief) == (0, "worker", "TF_CONFIG", True)
     assert (cluster.attempt, cluster.store_is_served) == (0, False)
@@ -68,7 +67,6 @@ def test_the_example_of_the_errors_is_right():
 )
 def test_who_takes_part(cluster: object, task_of_it: object, workers: tuple[str, ...], place: tuple[str, int]):
     found = parse(cluster, task_of_it)
-
     assert (found.workers, (found.task, found.index)) == (workers, place)
 
 
@@ -83,14 +81,12 @@ def test_no_cluster_in_it_is_a_cluster_of_one():
 
 def test_other_fields_are_not_read():
     text = json.dumps({**json.loads(PUBLISHED), "job": {"id": 3}, "environment": "cloud", "rpc_layer": "grpc"})
-
     assert parse_tf_config({"TF_CONFIG": text}) == parse_tf_config({"TF_CONFIG": PUBLISHED})
 
 
 def test_the_id_is_derived_and_can_be_given():
     first, second = (parse(PAIR, task("worker", index)) for index in (0, 1))
     named = parse(PAIR, task("worker", 0), LOCKSTEP_JOB_ID="flowers-17")
-
     assert first.job_id == second.job_id != ""
     assert named.job_id == "flowers-17"
 
@@ -121,7 +117,6 @@ def test_an_id_that_is_none_is_refused():
 def test_what_is_no_description_is_shown(text: str, message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         parse_tf_config({"TF_CONFIG": text})
-
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(f"for example TF_CONFIG='{EXAMPLE}'")
 
@@ -168,7 +163,6 @@ BOTH_NAMES = {"chief": ["a:1"], "master": ["b:1"]}
 def test_what_is_malformed_is_shown(cluster: Any, task_of_it: object, message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         parse(cluster, task_of_it)
-
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("TF_CONFIG: ")
     assert str(caught.value).endswith(f"for example TF_CONFIG='{EXAMPLE}'")

@@ -23,7 +23,6 @@ AGENT = {
 
 def test_four_variables_are_a_cluster():
     cluster = parse_torchrun(PLAIN)
-
     assert cluster == ClusterSpec(workers=("hosta:29500", "", ""), index=1, source="torchrun")
     assert cluster.job_id == parse_torchrun({**PLAIN, "RANK": "0"}).job_id  # type: ignore[union-attr]
 
@@ -37,32 +36,27 @@ def test_the_agent_adds_the_id_the_attempt_and_the_store():
 @pytest.mark.parametrize("served", ["False", "", "true"])
 def test_the_store_is_served_only_where_torch_would_think_so(served: str):
     cluster = parse_torchrun({**AGENT, "TORCHELASTIC_USE_AGENT_STORE": served})
-
     assert not cluster.store_is_served
 
 
 def test_the_agent_sets_these_very_variables():
     text = Path(local_elastic_agent.__file__).read_text()
-
     assert [name for name in AGENT if f'"{name}"' not in text] == []
 
 
 def test_a_run_without_an_id_gets_a_derived_one():
     unnamed, plain = parse_torchrun({**AGENT, "TORCHELASTIC_RUN_ID": "none"}), parse_torchrun(PLAIN)
-
     assert unnamed.job_id == plain.job_id
 
 
 def test_an_id_of_ours_is_before_torchruns():
     cluster = parse_torchrun({**AGENT, "LOCKSTEP_JOB_ID": "mine"})
-
     assert cluster.job_id == "mine"
 
 
 @pytest.mark.parametrize("host", ["fd00::1", "[fd00::1]"])
 def test_an_ipv6_address_may_come_without_brackets(host: str):
     cluster = parse_torchrun({**PLAIN, "MASTER_ADDR": host})
-
     assert cluster.chief_address == ("fd00::1", 29500)
 
 
@@ -81,7 +75,6 @@ def test_an_incomplete_set_names_what_is_missing(missing: str | tuple[str, ...])
     environment = {name: value for name, value in PLAIN.items() if name not in names}
     # RANK and WORLD_SIZE are looked for first: without them nothing is known of the rest.
     first = [name for name in names if name in ("RANK", "WORLD_SIZE")] or names
-
     with pytest.raises(ClusterError, match=rf"torchrun: {' '.join(first)} not set \(there is .*\); start the program"):
         parse_torchrun(environment)
 
@@ -116,5 +109,4 @@ def test_what_is_there_is_shown_beside_what_is_missing():
 def test_a_malformed_variable_is_named(changes: dict[str, str], message: str):
     with pytest.raises(ClusterError, match=message) as caught:
         parse_torchrun({**PLAIN, **changes})
-
     assert "\n" not in str(caught.value)

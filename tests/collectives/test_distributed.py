@@ -98,14 +98,12 @@ def test_bytes_of_different_lengths_come_whole():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_summed_in_its_own(dtype: torch.dtype):
     total = found()["sums"][str(dtype)]
-
     assert total.dtype == dtype
     torch.testing.assert_close(total, (torch.tensor([[1, 2], [3, 4]]) * 3 + 3).to(dtype))
 
 
 def test_shapes_are_kept():
     whole, scalar, empty = found()["several"]
-
     assert whole.tolist() == [[6, 9], [12, 15]]
     assert scalar.tolist() == 3.0
     assert empty.shape == (0, 3)
@@ -127,7 +125,6 @@ def test_structures_travel():
 
 def test_the_chief_s_values_are_written():
     last, written = found()["broadcast"]
-
     assert last.tolist() == [0.0] * 3
     assert [tensor.tolist() for tensor in written] == [[0.0] * 3, 0, False]
 
@@ -147,7 +144,6 @@ def test_what_the_chief_cannot_do_all_learn():
 
 def test_the_first_difference_is_named():
     names = found()["names"]
-
     assert found()["disagreement"].startswith(
         f"the workers disagree about the weather: {names[0]} has rain, {names[2]} has wind; run the same program"
     )
@@ -186,11 +182,9 @@ def test_workers_that_do_not_meet_are_told_who_is_where(kind: str, message: str)
 
 def test_bytes_go_to_and_fro():
     tensor = torch.arange(6, dtype=torch.int16).reshape(2, 3).t()
-
     assert torch.equal(from_bytes(as_bytes(tensor), torch.int16, (3, 2)), tensor)
 
 
 def test_chunks_keep_the_order_and_the_limit():
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in (3, 3, 9, 1, 2)]
-
     assert [[len(tensor) for tensor in chunk] for chunk in chunks(tensors, 6)] == [[3, 3], [9], [1, 2]]

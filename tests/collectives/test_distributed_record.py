@@ -25,7 +25,6 @@ def test_a_record_survives_the_way():
 
 def test_a_long_text_loses_its_end_only():
     unpacked = CallRecord.unpack(CallRecord(name="ü" * TEXT_BYTES, where="x").pack())
-
     assert unpacked.name == "ü" * (TEXT_BYTES // 2)
     assert unpacked.where == ""
 
@@ -44,10 +43,8 @@ def test_workers_at_one_call_have_met():
 )
 def test_workers_at_different_calls_are_named_with_their_places(other: CallRecord):
     records = [CallRecord(name="optimizer update", where="t.py:5 in step"), other, CallRecord(name="optimizer update")]
-
     with pytest.raises(CollectiveError) as caught:
         check_same_call(records, NAMES)
-
     message = str(caught.value)
     assert "worker 0 (a:1) is at 'optimizer update' (t.py:5 in step), its collective 0" in message
     assert f"worker 1 (b:2) is at {other.name!r}" in message
@@ -60,7 +57,6 @@ def test_a_worker_that_is_an_exchange_behind_is_found():
 
 def test_the_odd_one_out_is_named_for_other_data():
     records = [CallRecord(name="a", digest=7), CallRecord(name="a", digest=7), CallRecord(name="a", digest=8)]
-
     with pytest.raises(CollectiveError, match=r"^worker 2 \(c:3\) was handed other data"):
         check_same_call(records, NAMES)
 

@@ -90,13 +90,11 @@ def test_the_bits_are_those_of_one_process(replicas: tuple[int, ...], dtype: tor
 
 def test_a_sum_of_another_order_has_other_bits():
     values = [torch.tensor(value) for value in (1.0, 2**-24, 2**-24, 2**-24)]
-
     assert tree_sum(values, torch.add) != sum(values[1:], values[0])
 
 
 @pytest.mark.parametrize(("length", "owners"), [(0, 3), (1, 2), (63, 4), (64, 2), (1000, 3)])
 def test_slices_cover_the_tensor_once(length: int, owners: int):
     bounds = slice_bounds(length, owners)
-
     assert bounds == sorted(bounds)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, length, owners + 1)

@@ -82,7 +82,6 @@ def on_all(act: Callable[[MeshCommunicator], Any]) -> list[Any]:
 
 def test_a_replica_is_one_worker():
     seen = on_all(lambda workers: (workers.size, workers.index, workers.num_replicas, workers.first_replica))
-
     assert seen == [(2, 0, 2, 0), (2, 1, 2, 1)] * 2
     assert on_all(lambda workers: workers.is_chief) == [True, False, False, False]
     assert on_all(lambda workers: workers.is_single) == [False] * 4

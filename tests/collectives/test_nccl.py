@@ -97,7 +97,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ProcessGroup, B
 
 def test_a_wait_ends_when_the_gpu_is_done_and_what_follows_is_queued_behind_it():
     work = Work(5)
-
     assert process_group.is_done(cast(Any, work), timedelta(seconds=LIMIT_S))
     assert work.waits == 1
     assert not process_group.is_done(cast(Any, Work(float("inf"))), timedelta(milliseconds=5))
@@ -108,7 +107,6 @@ def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[Proc
     group.wait(group.start_sum([torch.ones(2)]), "a sum")
     group.close()
     group.close()
-
     assert backend.calls == ["allreduce", "shutdown"]
 
 
@@ -122,7 +120,6 @@ def test_one_whose_worker_was_lost_is_aborted_and_left_to_the_end_of_the_process
         group.wait(work, "a sum")
     assert backend.aborted.wait(LIMIT_S)
     group.close()
-
     assert backend.calls == ["allreduce", "abort"]
 
 
@@ -130,7 +127,6 @@ def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tup
     group, backend, member = make(Work(0))  # it looks done, as everything does whose kernels were aborted
     work = group.start_sum([torch.ones(2)])
     member.lose()
-
     with pytest.raises(ClusterError, match="worker 1"):
         group.wait(work, "a sum")
     assert backend.aborted.wait(LIMIT_S)
@@ -138,7 +134,6 @@ def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tup
 
 def test_a_worker_that_is_alive_and_does_not_come_is_named(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, _, _ = make(Work(float("inf")), timeout_s=0.01)
-
     with pytest.raises(CollectiveError, match=r"nothing came for 0.01 s in a sum.*worker 1 was last in a run of step"):
         group.wait(group.start_sum([torch.ones(2)]), "a sum")
 
@@ -147,7 +142,6 @@ def test_ending_is_given_up_where_others_do_not_end(monkeypatch: pytest.MonkeyPa
     others = threading.Event()
     assert process_group.ends_in_time(lambda: None)
     monkeypatch.setattr(process_group, "_END_LIMIT_S", 0.01)
-
     assert not process_group.ends_in_time(lambda: others.wait(LIMIT_S) and None)
     others.set()
 
@@ -160,5 +154,4 @@ def test_all_groups_are_aborted_whatever_becomes_of_one():
 
     first.abort = ended_already  # type: ignore[method-assign]
     process_group.abort([first, second])
-
     assert second.aborted.wait(LIMIT_S)

@@ -27,7 +27,6 @@ class Held:
 
 def test_a_per_replica_is_a_sequence_of_its_values():
     values = PerReplica([3, 5])
-
     assert values.values == (3, 5)
     assert (len(values), list(values), values[1]) == (2, [3, 5], 5)
     assert repr(values) == "PerReplica(\n  0: 3\n  1: 5\n)"
@@ -42,13 +41,11 @@ def test_a_per_replica_needs_a_list_of_values(values: object, message: str):
 def test_select_looks_into_every_kind_of_structure():
     inner = PerReplica(["zero", "one"])
     structure = (inner, [inner, {"key": inner}], Pair(inner, "plain"), None)
-
     assert select(structure, 1, 2) == ("one", ["one", {"key": "one"}], Pair("one", "plain"), None)
 
 
 def test_select_leaves_other_objects_alone():
     tensor = torch.ones(2)
-
     assert select((tensor,), 0, 2)[0] is tensor
 
 
@@ -59,7 +56,6 @@ def test_select_refuses_another_number_of_values():
 
 def test_merge_gives_per_replica_leaves():
     merged = merge([{"loss": 1.5, "rest": (2.5,)}, {"loss": 3.5, "rest": (4.5,)}])
-
     assert merged["loss"].values == (1.5, 3.5)
     assert merged["rest"][0].values == (2.5, 4.5)
 
@@ -67,7 +63,6 @@ def test_merge_gives_per_replica_leaves():
 def test_the_very_same_object_comes_back_bare():
     shared = torch.ones(2)
     merged = merge([(shared, None), (shared, None)])
-
     assert merged[0] is shared
     assert merged[1] is None
 
@@ -92,7 +87,6 @@ def apart(value: object) -> object:
 )
 def test_equal_plain_values_come_back_bare_whether_or_not_python_has_one_object_for_them(value: object):
     merged = merge([value, apart(value), apart(value)])
-
     assert type(merged) is type(value)
     assert merged == value or merged != merged
 
@@ -118,7 +112,6 @@ def test_values_of_another_type_or_other_bits_do_not(first: object, second: obje
 @pytest.mark.parametrize("make", [lambda: np.ones(2), lambda: torch.ones(()), object, list, lambda: torch.tensor([])])
 def test_objects_go_by_identity(make: Callable[[], object]):
     first, second = Held(make()), Held(make())
-
     assert isinstance(merge([first, second]), PerReplica)
     assert merge([first, first]) is first
     if not isinstance(first.value, list):
@@ -134,6 +127,5 @@ def test_differing_structures_become_one_per_replica():
 def test_merge_undoes_select():
     structure = {"x": PerReplica([1.5, 2.5, 3.5]), "y": [PerReplica(["a", "b", "c"])]}
     merged = merge([select(structure, replica, 3) for replica in range(3)])
-
     assert merged["x"].values == (1.5, 2.5, 3.5)
     assert merged["y"][0].values == ("a", "b", "c")

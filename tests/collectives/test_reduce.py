@@ -52,7 +52,6 @@ def test_an_unknown_operation_lists_the_known(op: Any):
 )
 def test_reductions(op: str, values: list[Any], axis: int | None, expected: Any):
     result = reduced(op, values, axis)
-
     assert isinstance(result, torch.Tensor) == isinstance(expected, torch.Tensor)
     torch.testing.assert_close(result, expected)
 
@@ -74,19 +73,16 @@ def test_values_that_cannot_be_reduced(values: list[Any], axis: int | None, mess
 
 def test_a_sum_is_a_tensor_of_its_own():
     only = torch.ones(2)
-
     assert sum_tensors([only]).data_ptr() != only.data_ptr()
 
 
 def test_a_sum_is_added_in_replica_order():
     values = [torch.tensor(value) for value in (1e8, 1.0, -1e8)]
-
     assert float(sum_tensors(values)) == float((values[0] + values[1]) + values[2])
 
 
 def test_gather_keeps_the_order_and_takes_empty_shards():
     whole = gathered([torch.tensor([[1, 2]]), torch.zeros(0, 2, dtype=torch.long), torch.tensor([[3, 4]])], 0)
-
     assert whole.tolist() == [[1, 2], [3, 4]]
     assert gathered([torch.ones(2, 1), torch.zeros(2, 2)], -1).shape == (2, 3)
 

@@ -93,7 +93,6 @@ def test_each_replica_gets_a_copy_of_its_own(make_strategy: MakeStrategy):
 def test_shapes_that_do_not_fit_are_an_error_of_the_arguments(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     uneven = PerReplica([torch.ones(1, 2), torch.ones(2, 3)])
-
     with pytest.raises(ConfigError, match=r"cannot add values of shapes \(1, 2\), \(2, 3\)"):
         strategy.run(lambda value: here().all_reduce("sum", value), (uneven,))
     with pytest.raises(ConfigError, match="they may differ in that dimension only"):
@@ -121,7 +120,6 @@ def test_a_backward_pass_that_a_replica_leaves_out_is_an_error(make_strategy: Ma
 def test_a_backward_pass_after_the_run_is_an_error_and_not_a_hang(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     losses = strategy.run(lambda value: here().all_reduce("sum", value).sum(), (PerReplica(inputs((2,), (2,))),))
-
     with pytest.raises(CollectiveError, match="has returned"):
         losses[0].backward()
 
@@ -130,5 +128,4 @@ def test_without_gradients_there_is_no_graph(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     with torch.no_grad():
         reduced = strategy.run(lambda value: here().all_reduce("sum", value), (PerReplica(inputs((2,), (2,))),))
-
     assert not any(value.requires_grad for value in reduced)

@@ -24,7 +24,6 @@ def by_levels(values: list[str]) -> str:
 @pytest.mark.parametrize("leaves", range(1, 34))
 def test_the_sum_is_level_by_level(leaves: int):
     values = [f"{number} " for number in range(leaves)]
-
     assert tree_sum(values, joined) == by_levels(values)
 
 

@@ -144,5 +144,4 @@ def test_a_wrong_flag_ends_in_one_line_of_argparse(
     parser.add_argument("--devices", type=config.request_devices)
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--devices", "gpu:99"])
-
     assert re.fullmatch(r"usage: .*\ntrain\.py: error: .*'gpu:99'.*known: cpu:0.*\n", capsys.readouterr().err)

@@ -55,7 +55,6 @@ def test_the_first_that_takes_the_cpu_unasked_says_so(python: Callable[..., Any]
     program = python("-c", PROGRAM.replace("FIRST", first))
     printed, errors = program.communicate(60)
     told = dict(line.split(": ", 1) for line in printed.splitlines())
-
     assert program.returncode == 0, errors
     assert "'npu'" in told["first"]
     assert 'devices=["cpu:0"]' in told["first"]
@@ -66,7 +65,6 @@ def test_a_backend_without_a_module_is_none(python: Callable[..., Any]):
     code = "import torch; torch.utils.rename_privateuse1_backend('npu'); import lockstep as ls; ls.MirroredStrategy()"
     program = python("-c", code)
     _, errors = program.communicate(60)
-
     assert (program.returncode, errors) == (0, "")
 
 

@@ -38,9 +38,7 @@ def test_facts_that_are_private_and_what_follows_a_semicolon_are_no_part_of_a_re
     facts = [Fact("host", "secret", private=True), Fact("cores", "8; lockstep devices lists them")]
     troubles = [Trouble("The host 'secret' is lost.", public="A host is lost."), Trouble("Too few files.")]
     section = Section(title="network", facts=facts, troubles=troubles)
-
     report = as_report([Section.from_json(section.to_json())])
-
     assert report == "```text\nnetwork: cores 8\ntrouble: A host is lost.\ntrouble: Too few files.\n```"
     assert "The host 'secret' is lost." in as_text([section])
 
@@ -87,7 +85,6 @@ def test_a_machine_with_room_has_no_troubles():
 )
 def test_known_troubles_say_what_to_do(limits: Limits, said: str):
     (trouble,) = limits.troubles()
-
     assert re.search(said, trouble.text)
 
 
@@ -96,9 +93,7 @@ def test_limits_of_control_groups_are_read(tmp_path: Path):
     (tmp_path / "memory.max").write_text(f"{4 * GB}\n")
     (tmp_path / "memory.current").write_text("0\n")
     (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-
     limits = read_limits(groups=tmp_path, shared=tmp_path / "nothing")
-
     assert (limits.cpu_quota, limits.memory_limit, limits.shared) == (1.5, 4 * GB, None)
     assert limits.available_mb <= 4096
 
@@ -110,7 +105,6 @@ def test_interfaces_have_the_address_that_others_see():
 
 def test_a_malformed_cluster_is_a_trouble_whose_values_are_no_part_of_a_report():
     section = examine_network({"TF_CONFIG": '{"cluster": "secret"}'})
-
     (trouble,) = section.troubles
     assert "TF_CONFIG" in trouble.text
     assert "secret" not in as_report([section])

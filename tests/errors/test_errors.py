@@ -17,7 +17,6 @@ from lockstep import errors
 def test_every_error_is_one_of_ours_and_travels_between_processes(name: str):
     kind = getattr(errors, name)
     again = pickle.loads(pickle.dumps(kind("a reason")))
-
     assert issubclass(kind, errors.LockstepError)
     assert (type(again), str(again)) == (kind, "a reason")
     assert kind.__module__ == "lockstep.errors"
@@ -31,7 +30,6 @@ def test_torch_is_imported_when_that_error_is_asked_for():
     code = "import sys; from lockstep import errors; errors.ConfigError; print('torch' in sys.modules)"
     code += "; errors.DeviceMemoryError; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 

@@ -231,7 +231,6 @@ def test_a_wrong_value_is_told_in_one_line_that_shows_it(
     code: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-
     for value in WRONG[code]:
         with pytest.raises(LockstepError) as refused:
             eval(code, {**names, "V": value})

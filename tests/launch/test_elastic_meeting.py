@@ -37,19 +37,15 @@ def test_a_job_begins_without_a_word_once_there_are_enough_workers():
 
 def test_those_that_are_left_go_on():
     lost = host(survivors=2, losses=("worker 1 was killed by SIGKILL", "worker 3 was stopped"))
-
     decided = plan(lost, before=(host(),))
-
     assert sizes(decided) == (2,)
     assert decided.line == "worker 1 was killed by SIGKILL; worker 3 was stopped; 2 workers go on"
 
 
 def test_a_host_may_go_and_come():
     both = (host(), host(1))
-
     alone = plan(both[0], before=both)
     again = plan(*both, before=both[:1])
-
     assert (sizes(alone), sizes(again)) == ((4,), (4, 4))
     assert alone.line == "host 1 is gone; 4 workers go on"
     assert again.line == "host 1 has joined; 8 workers go on"
@@ -57,7 +53,6 @@ def test_a_host_may_go_and_come():
 
 def test_a_host_without_workers_starts_none_until_its_slots_are_filled_again():
     before = (host(), host(1))
-
     assert sizes(plan(host(), host(1, survivors=0, losses=("worker 4 was killed by SIGKILL",)), before=before)) == (
         4,
         0,
@@ -68,10 +63,8 @@ def test_a_host_without_workers_starts_none_until_its_slots_are_filled_again():
 @pytest.mark.parametrize("survivors", [0, 1])
 def test_fewer_than_the_minimum_start_anew_as_often_as_allowed(survivors: int):
     lost = host(survivors=survivors, losses=("worker 1 was killed by SIGKILL",))
-
     again = plan(lost, before=(host(),), max_restarts=1)
     over = plan(host(survivors=survivors, losses=lost.losses, restarts=1), before=(host(),), max_restarts=1)
-
     assert (sizes(again), again.restarts) == ((4,), 1)
     assert over.end == f"worker 1 was killed by SIGKILL; {survivors} left of at least 2"
 
@@ -94,7 +87,6 @@ def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
 
 def test_the_job_is_done_when_all_hosts_are():
     before = (host(), host(1))
-
     assert plan(host(finished=True), host(1, finished=True), before=before).finished
     assert sizes(plan(host(finished=True), host(1), before=before)) == (4, 4)
 
@@ -142,7 +134,6 @@ RAISED = FailureReport(worker=5, reporter=5, reason="worker 5 failed with ValueE
 )  # fmt: skip
 def test_lost_workers_are_told_from_failures_and_from_their_victims(failures, running, report, lost, failed):
     found = find_casualties(failures, running, report, first_worker=4)
-
     assert (found.losses, found.has_failed) == (lost, failed)
 
 
@@ -170,6 +161,5 @@ def test_a_launcher_is_there_as_long_as_its_number_changes(link: StoreLink):
 def test_what_a_stranger_writes_into_the_store_is_refused(link: StoreLink, text: str):
     link.set("lockstep/launch/host/0", text)
     link.set("lockstep/launch/beat/0", "1")
-
     with pytest.raises(ClusterError, match="something else than what launchers tell each other"):
         Attendance(link, 1).look(60)

@@ -30,7 +30,6 @@ def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
 )
 def test_the_first_in_time_is_the_cause(codes, ended, records, first: int):
     failure = first_failure(worker_failures(codes, ended, records, first_worker=4, attempt=0))
-
     assert failure.worker == first
 
 
@@ -53,7 +52,6 @@ def test_workers_that_the_launcher_ended_did_not_fail():
 )
 def test_what_is_said_about_it(code: int | None, record_: FailureRecord | None, what: str, shell: int):
     failure = WorkerFailure(worker=0, attempt=0, exit_code=code, at_ns=0, record=record_)
-
     assert (failure.what, failure.shell_code) == (what, shell)
 
 
@@ -63,7 +61,6 @@ def test_workers_with_the_same_mistake_fail_at_one_place():
         FailureRecord(at_ns=0, error=f"ValueError: row {row}", traceback=trace.format(line, row))
         for line, row in ((3, 1), (3, 2), (4, 2))
     ]
-
     assert first.origin == second.origin != elsewhere.origin
 
 
@@ -73,7 +70,6 @@ def test_workers_with_the_same_mistake_fail_at_one_place():
 )
 def test_below_its_traceback_the_message_is_not_repeated(error: str, said: str):
     failure = WorkerFailure(worker=0, attempt=0, exit_code=1, at_ns=0, record=record(0, error))
-
     assert failure.what_below_traceback == said
 
 
@@ -87,9 +83,7 @@ def raised() -> ValueError:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     path = tmp_path / "failure.json"
     written = FailureRecord.of(raised(), hide=())
-
     written.write(path)
-
     assert FailureRecord.read(path) == written
     assert written.error == "ValueError: two lines"
     assert written.traceback.startswith("Traceback (most recent call last):")
@@ -106,5 +100,4 @@ def test_a_record_that_was_not_written_whole_is_none(text: str | None, tmp_path:
     path = tmp_path / "failure.json"
     if text is not None:
         path.write_text(text)
-
     assert FailureRecord.read(path) is None

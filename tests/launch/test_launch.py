@@ -62,7 +62,6 @@ def raises(worker: int, error: BaseException) -> None:
 def test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named():
     with pytest.raises(ClusterError, match=r"^worker 1 of 2 failed: ValueError: no such file$") as caught:
         ls.launch(raises, workers=2, args=(1, ValueError("no such file")))
-
     cause = caught.value.__cause__
     assert isinstance(cause, ValueError)
     shown = str(cause.__cause__)
@@ -84,7 +83,6 @@ def test_an_error_that_cannot_be_rebuilt_is_shown_as_text():
 
     with pytest.raises(ClusterError, match="worker 0 of 1 failed: Stubborn: ab") as caught:
         ls.launch(fail, workers=1)
-
     assert "Stubborn: ab" in str(caught.value.__cause__)
 
 
@@ -141,10 +139,8 @@ def stops_itself_and_another_fails(folder: str) -> None:
 @pytest.mark.slow
 def test_a_stopped_worker_gets_the_chance_to_save_and_does_not_keep_the_launcher_waiting(tmp_path: Path):
     before = time.monotonic()
-
     with pytest.raises(ClusterError, match="worker 0 is done for"):
         ls.launch(stops_itself_and_another_fails, workers=2, args=(str(tmp_path),))
-
     assert time.monotonic() - before < ENDED_WITHIN_S
     assert (tmp_path / "saved").exists()
 
@@ -159,10 +155,8 @@ def leaves_a_process_behind() -> None:
 @pytest.mark.slow
 def test_they_are_ended_when_they_take_too_long_to_end(capsys: pytest.CaptureFixture[str]):
     ls.launch(os.getpid, workers=1)  # from now on a worker starts within a moment
-
     with pytest.raises(ClusterError, match=r"the 1 workers had not ended after 3 s and were ended"):
         ls.launch(leaves_a_process_behind, workers=1, timeout_s=3)
-
     with suppress(ProcessLookupError):  # it may be gone already
         handle = os.pidfd_open(int(capsys.readouterr().out))
         assert select.select([handle], [], [], LIMIT_S)[0]
@@ -182,9 +176,7 @@ def fails_once() -> str:
 @pytest.mark.slow
 def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path: Path):
     logs = tmp_path / "logs"
-
     assert ls.launch(fails_once, workers=2, max_restarts=1, log_dir=logs) == "1"
-
     assert (logs / "worker-1.attempt-1.log").read_text() == "attempt 1\n"
     assert {file.stat().st_mode & 0o077 for file in logs.iterdir()} == {0}  # for its owner alone
     assert sorted(file.name for file in logs.iterdir()) == [
@@ -195,7 +187,6 @@ def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path:
 @pytest.mark.slow
 def test_only_the_chief_is_heard(capsys: pytest.CaptureFixture[str]):
     ls.launch(lambda: sys.stdout.write(f"I am {os.environ['RANK']}\n"), workers=2)
-
     assert capsys.readouterr() == ("I am 0\n", "")
 
 
@@ -229,10 +220,8 @@ def test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores(monkey
 def test_it_works_in_a_thread():
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(ls.launch(lambda: "done", workers=1)))
-
     thread.start()
     thread.join(LIMIT_S)
-
     assert results == ["done"]
 
 
@@ -263,9 +252,7 @@ print(ls.launch(work, workers=2, args=(1,)).x)
 @pytest.mark.slow
 def test_functions_of_main_travel_and_main_is_not_run_again(tmp_path: Path, python: Start):
     (tmp_path / "script.py").write_text(UNGUARDED)
-
     process = python("script.py")
-
     out, err = process.communicate(timeout=LIMIT_S)
     assert (out, process.returncode) == ("top\n3\n", 0), err
 
@@ -275,7 +262,6 @@ def test_so_they_do_from_a_program_that_is_no_file(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-"], input=UNGUARDED, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
     )
-
     assert (done.stdout, done.returncode) == ("top\n3\n", 0), done.stderr
 
 
@@ -349,9 +335,7 @@ def test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too(
 ):
     process = python("-c", SAVED_AND_STOPPED + launches)
     worker = int(process.stdout.readline().split()[1])
-
     os.kill(worker if to == "worker" else process.pid, signal.SIGTERM)
-
     _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, err) == (75, "")
     assert list((tmp_path / "backup").glob("step-*"))
@@ -371,9 +355,7 @@ ls.launch(work, workers=2)
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, python: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-
     process = python("-c", STEPS_IN_WORKERS)
-
     assert process.wait(LIMIT_S) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -397,9 +379,7 @@ except ClusterError as error:
 def test_a_program_that_handles_sigterm_gets_it_when_the_workers_have_ended(python: Start):
     process = python("-c", HANDLES_SIGTERM)
     process.stdout.readline()
-
     process.terminate()
-
     out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, err) == (0, "")
     assert out.splitlines()[0] == "handled"

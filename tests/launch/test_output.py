@@ -24,15 +24,12 @@ def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
 
 def test_the_chief_is_passed_on_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     word = "naïve".encode()
-
     say(tmp_path, "chief", (0, "out", b"\r 1%" + word[:3]), (1, "out", b"no"), (0, "out", word[3:]), (0, "err", b"e\n"))
-
     assert capsys.readouterr() == ("\r 1%naïve", "e\n")
 
 
 def test_all_are_passed_on_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     say(tmp_path, "all", (0, "out", b"a\nb"), (1, "err", b"\r1%\r2%\n"), (0, "out", b"c\n"), (1, "out", b"no end"))
-
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[0] a", "[0] bc", "[1] no end"]
     assert err == "[1] 2%\n"
@@ -55,9 +52,7 @@ def test_logs_hold_both_forwarder_and_restarts_have_their_own(tmp_path: Path):
 def test_a_log_has_the_last_state_of_a_line_that_overwrites_itself(size: int):
     data = b"begin\n\r 1%\r 2%\r   \repoch 1\nof Windows\r\n\r 3%\r 4%"
     states = LastStates()
-
     taken = b"".join(states.take(data[place : place + size]) for place in range(0, len(data), size))
-
     assert taken == b"begin\nepoch 1\nof Windows\r\n"
     assert states.finish() == b" 4%"
 
@@ -91,9 +86,7 @@ def test_pipes_are_read_on_where_what_they_say_cannot_be_passed_on_and_that_is_s
     output: str, stream: Broken | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ):
     monkeypatch.setattr(sys, "stdout", stream)
-
     say(tmp_path, output, *[(0, "out", b"x" * 2**16 + b"\n")] * 4, (0, "err", b"heard\n"))  # more than a pipe holds
-
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     told = lines[1 - lines.index("heard" if output == "chief" else "[0] heard")]
@@ -107,9 +100,7 @@ def test_a_character_that_the_terminal_lacks_is_escaped(
 ):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-
     say(tmp_path, output, (0, "out", "naïve\n".encode()), (0, "out", b"more\n"))
-
     assert terminal.buffer.getvalue().decode() == f"{before}na\\xefve\n{before}more\n"
     assert capsys.readouterr().err == ""
 

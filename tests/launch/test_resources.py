@@ -18,7 +18,6 @@ from lockstep.launch.jobs import divide_host, visible_gpus
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
 def test_the_cores_are_divided(cores: int, workers: int, threads: str):
     shares = divide_host({}, workers=workers, cores=cores, gpus=(), gpus_per_worker=None)
-
     assert shares == ({"OMP_NUM_THREADS": threads},) * workers
 
 
@@ -38,7 +37,6 @@ def test_threads_that_the_user_has_set_stay():
 )
 def test_each_gpu_is_at_one_worker_alone(workers: int, each: int | None, expected: list[str]):
     shares = divide_host({}, workers=workers, cores=8, gpus=("4", "5", "6", "7"), gpus_per_worker=each)
-
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == expected
     assert {share.get("LOCAL_RANK") for share in shares} == {None if each == 0 else "0"}
     assert {share.get("LOCKSTEP_OWN_GPUS") for share in shares} == {None if each == 0 else "1"}
@@ -53,7 +51,6 @@ def test_a_worker_takes_all_that_it_is_shown_and_no_two_take_one(workers: int, g
         agents = {"LOCAL_RANK": str(worker), "LOCAL_WORLD_SIZE": str(workers)}
         shown = share["CUDA_VISIBLE_DEVICES"].split(",")
         taken += [shown[number] for number in find_local_rank({**agents, **share}, cluster).own_gpus(len(shown))]
-
     assert taken == list(gpus)
 
 
@@ -99,6 +96,5 @@ def told() -> list[list[str | None]]:
 def test_workers_are_started_with_their_own_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # what the launcher finds; the workers have none
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
     assert ls.launch(told, workers=2, timeout_s=100) == [["0,1", "0", "2", "1"], ["2,3", "0", "2", "1"]]
     assert ls.launch(told, workers=2, gpus_per_worker=0, timeout_s=100) == [["", "0", "2", None], ["", "1", "2", None]]

@@ -54,7 +54,6 @@ def test_a_loss_says_for_how_long_and_what_it_last_did():
 
 def test_an_ending_is_read_as_it_was_written_and_one_that_cannot_be_read_still_ends():
     report = FailureReport(worker=1, reporter=0, reason="worker 1 is lost", traceback="line\nline")
-
     assert FailureReport.from_json(report.to_json()) == report
     assert "'nonsense'" in FailureReport.from_json("nonsense").reason
     assert report.error().__notes__ == ["Traceback of worker 1, its last lines:\nline\nline"]
@@ -79,11 +78,9 @@ def test_the_first_end_stays_and_is_told_once():
     job, told = JobStatus(), []
     job.subscribe(lambda error: told.append(str(error)))
     first = FailureReport(worker=1, reporter=0, reason="the first")
-
     assert job.fail(first) is first
     assert job.fail(FailureReport(worker=2, reporter=0, reason="the second")) is first
     job.subscribe(lambda error: told.append(f"late: {error}"))
-
     assert told == ["the first", "late: the first"]
 
 
@@ -102,7 +99,6 @@ def test_a_card_is_read_as_it_was_written():
 def test_a_disagreement_names_both_workers_and_both_values():
     names = ("worker 0 (a:1)", "worker 1 (process 4242 on hosta)")
     mine, theirs = worker(torch="2.13"), worker(1, torch="2.12")
-
     assert find_disagreement(mine, mine, names) == ""
     said = find_disagreement(mine, theirs, names)
     assert all(part in said for part in (*names, "torch", "2.12", "2.13"))

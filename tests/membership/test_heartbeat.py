@@ -75,7 +75,6 @@ def test_a_worker_that_was_stopped_learns_that_it_was_given_up(members: MakeMemb
     job[1].send(signal.SIGSTOP)
     error = job[0].answer().error
     job[1].send(signal.SIGCONT)
-
     assert job[1].error("wait", 10.0).startswith(error)
     assert "this worker itself was stopped or cut off" in job[1].error("wait", 10.0)
 
@@ -88,7 +87,6 @@ def test_a_short_stop_is_no_loss(members: MakeMembers, stopped: int):
     job[stopped].send(signal.SIGSTOP)
     subprocess.run(["sleep", "1"], check=True)  # a stop lasts a time, and nothing can be waited for meanwhile
     job[stopped].send(signal.SIGCONT)
-
     assert job[stopped].do("wait", QUIET_S) == "nothing happened"
     assert not job[1 - stopped].has_answered()
 
@@ -114,9 +112,7 @@ def test_the_first_cause_stays(members: MakeMembers):
     job = members(3)
     job[1].do("fail", "the first")
     job[2].do("fail", "the second")
-
     errors = {member.error("wait", 10.0) for member in job}
-
     assert len(errors) == 1
     assert "the first" in errors.pop()
 
@@ -142,9 +138,7 @@ def test_a_broken_connection_is_explained_sooner_than_silence_is(members: MakeMe
 @pytest.mark.slow
 def test_a_broken_connection_between_living_workers_names_both(members: MakeMembers):
     job = members(2, lost_after_s=1.0)
-
     error = job[0].error("explain", "[/src/pair.cc:1] Read error [127.0.0.2]:4. This is typically caused by people")
-
     assert error.startswith("worker 0 (127.0.0.1:")
     assert " and worker 1 (127.0.0.2:" in error
     assert "can no longer reach each other although both are alive" in error
@@ -159,7 +153,6 @@ def test_a_worker_that_ends_is_missed_only_by_those_who_wait_for_it(members: Mak
     job[first].do("close")
     others = [member for index, member in enumerate(job) if index != first]
     waiting(others[0])
-
     assert f"worker {first} (127.0.0.{first + 1}:" in (error := others[0].answer().error)
     assert "has ended while worker" in error
     assert others[1].do("called") == []
@@ -172,7 +165,6 @@ def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
     assert job[0].do("close") < LOST_AFTER_S
     job[0].end()
     job[1].do("work_alone", QUIET_S)
-
     assert [member.do("called") for member in job[1:]] == [[], []]
     assert all(member.do("close") < 1.0 for member in job[1:])
     assert all(member.do("threads") == [] for member in job[1:])
@@ -182,11 +174,9 @@ def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
 def test_nothing_is_left_of_a_member_that_has_closed(members: MakeMembers):
     job = members(2)
     assert {"lockstep-store", "lockstep-heartbeat"} <= set(job[0].do("threads"))
-
     for member in job[::-1]:
         member.do("close")
         member.do("close")
-
     assert [member.do("threads") for member in job] == [[], []]
 
 
@@ -196,7 +186,6 @@ def test_one_who_fails_over_another_that_left_says_who_left(members: MakeMembers
     job[1].do("close")
     error = job[0].error("wait", 10.0)
     job[0].do("fail_with_last")
-
     # It may have found so much itself by then.
     assert job[2].error("wait", 10.0).partition(" while ")[0] == error.partition(" while ")[0]
     assert all(text == error for _, text in job[2].do("called"))
@@ -208,7 +197,6 @@ def test_what_others_are_doing_is_read_when_it_is_asked_for(members: MakeMembers
     for member, text in zip(job, ("step 3", "step 4", "step 3"), strict=True):
         member.do("doing", text)
     assert job[0].do("wait", QUIET_S) == "nothing happened"
-
     assert re.fullmatch(r"worker 1 \(127.0.0.2:\d+\) was last in step 4", job[0].do("other_statuses"))
     assert re.fullmatch(r"worker 1 \(127.0.0.2:\d+\) was last in step 4", job[2].do("other_statuses"))
     assert len(re.findall("was last in step 3", job[1].do("other_statuses"))) == 2
@@ -218,7 +206,6 @@ def test_what_others_are_doing_is_read_when_it_is_asked_for(members: MakeMembers
 def test_a_fork_of_a_member_is_none(members: MakeMembers):
     job = members(2)
     job[1].do("fork")
-
     assert job[0].do("wait", QUIET_S) == "nothing happened"
     assert job[1].do("wait", QUIET_S) == "nothing happened"
 
@@ -249,10 +236,8 @@ def test_the_end_of_the_interpreter_is_an_end_like_any_other(
     program = PROGRAM.format(workers=addresses[:2], end=end)
     subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
     assert chief.answer().error == ""
-
     began = time.monotonic()
     said = chief.begin("wait", 30.0).answer()
-
     assert said.error.startswith(f"worker 1 ({addresses[1]}) {expected}")
     assert said.at_s - began < LOST_AFTER_S
 
@@ -261,8 +246,6 @@ def test_the_end_of_the_interpreter_is_an_end_like_any_other(
 def test_an_error_in_the_thread_of_the_heartbeat_ends_the_job(members: MakeMembers):
     chief, other = members(2)
     chief.do("pretend", "lockstep.membership.heartbeat", "describe_loss", None)
-
     other.send(signal.SIGKILL)
-
     assert "the heartbeat of worker 0" in (error := chief.error("wait", 30.0))
     assert "failed with TypeError" in error

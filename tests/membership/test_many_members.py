@@ -107,7 +107,6 @@ def test_what_is_equal_for_all_takes_no_room():
 
 def test_of_many_names_the_first_are_shown():
     names = [f"worker {index}" for index in range(1000)]
-
     assert join_names(names[:2]) == "worker 0, worker 1"
     assert join_names(names).startswith("worker 0, worker 1, ")
     assert join_names(names).endswith(" and 992 more")

@@ -65,9 +65,7 @@ def wait_until_served(address: str, limit_s: float = 30.0) -> None:
 def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}, timeout_s=4.0).begin("join")
     other = start({"workers": addresses, "index": 1}, timeout_s=60.0).begin("join")
-
     said = chief.answer()
-
     assert said.error.startswith(f"worker 0 ({addresses[0]}) waited 4 s for worker 2 ({addresses[2]})")
     assert other.answer().error == said.error
     assert any(f"worker 0 ({addresses[0]}) waits for worker 2 ({addresses[2]}); " in line for line in chief.do("said"))
@@ -78,9 +76,7 @@ def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start
 def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[str]):
     began = time.monotonic()
     worker = start({"workers": addresses, "index": 1}, timeout_s=3.0)
-
     said = worker.begin("join").answer()
-
     assert said.error.startswith(f"worker 1 ({addresses[1]}) waited 3 s for worker 0 ({addresses[0]})")
     assert f"{addresses[0]}: Connection refused" in said.error
     assert said.at_s - began < 3.0 + 3 * NOISE_S
@@ -104,9 +100,7 @@ def test_a_chief_that_is_stopped_at_the_start_is_given_up(start: Start, addresse
 def test_a_process_of_another_job_is_refused_and_disturbs_nobody(start: Start, addresses: list[str]):
     chief = start({"workers": addresses[:2], "index": 0, "job_id": "roses"}, timeout_s=60.0).begin("join")
     stranger = start({"workers": addresses[:2], "index": 1, "job_id": "tulips"})
-
     error = stranger.begin("join").answer().error
-
     assert error.startswith(f"worker 1 ({addresses[1]}) belongs to job 'tulips'")
     assert f"but the store at {addresses[0]} belongs to job 'roses'" in error
     assert not chief.has_answered(2.5)
@@ -120,9 +114,7 @@ def test_the_store_of_another_program_is_told_from_one_of_ours(found: bytes, sta
     host, port = addresses[0].split(":")
     server = torch.distributed.TCPStore(host, int(port), None, True, wait_for_workers=False)
     server.set(OWNER_KEY, found)
-
     error = start({"workers": addresses[:2], "index": 1}).begin("join").answer().error
-
     assert "the job's store has what no worker writes" in error
     assert "choose another port" in error
 
@@ -130,9 +122,7 @@ def test_the_store_of_another_program_is_told_from_one_of_ours(found: bytes, sta
 @pytest.mark.slow
 def test_a_second_process_of_a_worker_is_refused(start: Start, members: MakeMembers, addresses: list[str]):
     chief, first = members(2)
-
     error = start({"workers": addresses[:2], "index": 1}).begin("join").answer().error
-
     assert error.startswith(
         f"worker 1 ({addresses[1]}) is there already: process {first.pid} on {socket.gethostname()};"
     )
@@ -144,9 +134,7 @@ def test_a_second_process_of_a_worker_is_refused(start: Start, members: MakeMemb
 def test_two_processes_of_one_index_in_the_rendezvous(start: Start, addresses: list[str]):
     start({"workers": addresses, "index": 0}).begin("join")
     rivals = [start({"workers": addresses, "index": 1}).begin("join") for _ in range(2)]
-
     (refused,) = multiprocessing.connection.wait([rival.pipe for rival in rivals], NOISE_S * 10)
-
     refused, first = sorted(rivals, key=lambda rival: rival.pipe is not refused)
     assert f"is there already: process {first.pid} on" in refused.answer().error
     assert not first.has_answered(1.0)
@@ -160,7 +148,6 @@ def test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(st
     assert not first.has_answered(1.0)
     first.end()
     job = [chief, *(start({"workers": addresses, "index": index}).begin("join") for index in (2, 1))]
-
     assert [member.answer().error for member in job] == ["", "", ""]
     assert [member.do("wait", 1.0) for member in job] == ["nothing happened"] * 3
 
@@ -173,7 +160,6 @@ def test_a_chief_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(sta
     assert not worker.has_answered(1.0)
     first.end()
     job = [worker, *(start({"workers": addresses, "index": index}).begin("join") for index in (0, 2))]
-
     assert [member.answer().error for member in job] == ["", "", ""]
 
 
@@ -184,7 +170,6 @@ def test_an_interrupt_of_the_chief_ends_the_rendezvous_for_all(start: Start, add
     wait_until_served(addresses[0])
     assert not worker.has_answered(1.0)
     chief.send(signal.SIGINT)
-
     assert worker.answer().error == f"worker 0 ({addresses[0]}) was interrupted (Ctrl-C); it was in the rendezvous"
 
 
@@ -231,9 +216,7 @@ def test_another_number_of_workers_ends_all(start: Start, addresses: list[str]):
     job = [
         start({"workers": addresses[: 2 + index], "index": index, "job_id": "roses"}).begin("join") for index in (0, 1)
     ]
-
     errors = {member.answer().error for member in job}
-
     assert len(errors) == 1
     assert "number of workers is " in (error := errors.pop())
     assert "worker 0" in error
@@ -244,7 +227,6 @@ def test_another_number_of_workers_ends_all(start: Start, addresses: list[str]):
 def test_only_the_named_address_listens(members: MakeMembers, addresses: list[str]):
     members(2)
     port = int(addresses[0].split(":")[1])
-
     assert listeners_at(port) == {"127.0.0.1"}
 
 
@@ -331,7 +313,6 @@ def test_an_address_of_another_machine_is_named(start: Start, addresses: list[st
     workers = [elsewhere, *addresses[1:]] if index == 0 else [addresses[0], elsewhere]
     if index:
         start({"workers": workers, "index": 0}).begin("join")
-
     with pytest.raises(
         ClusterError, match=r"worker . \(198.51.100.7:20000\) cannot listen: 198.51.100.7 is not an addr"
     ):

@@ -25,7 +25,6 @@ def test_calls_are_made_in_order_in_one_thread(client: StoreClient):
     names = [client.submit(lambda store: threading.current_thread().name) for _ in range(3)]
     client.submit(lambda store: store.set("key", "1"))
     client.submit(lambda store: store.set("key", "2"))
-
     assert client.call(lambda store: store.get("key"), 5.0) == b"2"
     assert {name.result(5.0) for name in names} == {"lockstep-store"}
 
@@ -36,7 +35,6 @@ def test_a_call_that_takes_too_long_is_silence_and_is_made_all_the_same(client: 
     with pytest.raises(StoreSilentError, match=r"no answer within 0\.05 s"):
         client.call(lambda store: store.set("key", "late"), 0.05)
     go_on.set()
-
     assert client.call(lambda store: store.get("key"), 5.0) == b"late"
 
 
@@ -45,7 +43,6 @@ def test_a_store_that_is_gone_is_broken(free_port: int):
     client = StoreClient(lambda: TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=5), False))
     assert client.call(lambda store: store.compare_set("key", "", "1"), 5.0) == b"1"
     del server
-
     with pytest.raises(StoreBrokenError, match=r"^[^\n]+$"):
         client.call(lambda store: store.compare_set("key", "", "1"), 5.0)
     client.close()
@@ -85,7 +82,6 @@ def test_a_watched_call_is_left_when_the_job_ends():
 def test_a_host_that_means_every_address_of_the_machine_is_refused_however_it_is_written(host: str):
     with pytest.raises(ClusterError, match="every address") as refused:
         listen(host, 0, "worker 0").close()
-
     assert repr(host) in str(refused.value)
 
 

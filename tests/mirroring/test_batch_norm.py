@@ -214,7 +214,6 @@ def test_statistics_that_cannot_be_synchronised_are_refused(
 ):
     strategy = make_strategy(2)
     mirrored = strategy.mirror(nn.Sequential(make()), sync_batchnorm=True)
-
     with pytest.raises(ConfigError, match=named):
         strategy.run(mirrored, (torch.randn(4, 3, 5),))
     mirrored.eval()
@@ -224,7 +223,6 @@ def test_statistics_that_cannot_be_synchronised_are_refused(
 def test_a_forward_set_on_the_object_is_refused(make_strategy: MakeStrategy):
     norm = nn.BatchNorm1d(3)
     norm.forward = lambda x: x  # type: ignore[method-assign, assignment]
-
     with pytest.raises(ConfigError, match="subclass of BatchNorm1d"):
         make_strategy(2).mirror(nn.Sequential(norm), sync_batchnorm=True)
 
@@ -232,7 +230,6 @@ def test_a_forward_set_on_the_object_is_refused(make_strategy: MakeStrategy):
 def test_one_value_in_the_global_batch_is_refused_as_on_one_device(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored = strategy.mirror(nn.BatchNorm1d(3), sync_batchnorm=True)
-
     with pytest.raises(ValueError, match="one value per channel"):
         strategy.run(mirrored, (PerReplica(torch.ones(1, 3).split((1, 0))),))
 
@@ -240,7 +237,6 @@ def test_one_value_in_the_global_batch_is_refused_as_on_one_device(make_strategy
 def test_outside_a_replica_it_is_plain_batch_norm(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(nn.Sequential(nn.BatchNorm1d(3)), sync_batchnorm=True)
     x = torch.randn(5, 3)
-
     torch.testing.assert_close(mirrored(x), nn.BatchNorm1d(3)(x))
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         mirrored(torch.ones(3))
@@ -250,7 +246,6 @@ def test_a_global_batch_without_rows_leaves_the_statistics_alone(make_strategy: 
     strategy = make_strategy(2)
     mirrored = strategy.mirror(nn.Sequential(nn.BatchNorm1d(3)), sync_batchnorm=True)
     strategy.run(mirrored, (torch.zeros(0, 3),))
-
     assert bool(torch.equal(mirrored.state_dict()["0.running_mean"], torch.zeros(3)))
     assert int(mirrored.state_dict()["0.num_batches_tracked"]) == 0
 
@@ -311,13 +306,11 @@ def test_pictures_of_one_row_are_normalised_by_themselves(make_strategy: MakeStr
     strategy = make_strategy(2)
     mirrored = strategy.mirror(nn.BatchNorm2d(3))
     picture = torch.randn(1, 3, 4, 4)
-
     torch.testing.assert_close(strategy.run(mirrored, (picture,))[1], nn.BatchNorm2d(3)(picture))
 
 
 def test_one_row_on_one_device_stays_torch_s_error(make_strategy: MakeStrategy):
     mirrored = make_strategy(1).mirror(nn.BatchNorm1d(3))
-
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         mirrored(torch.ones(1, 3))
     strategy = make_strategy(1)

@@ -74,7 +74,6 @@ def train(devices: Sequence[ls.config.LogicalDevice]) -> tuple[nn.Module, Loop]:
 def test_buckets_of_two_shares_are_in_order_and_give_the_weights_of_one_device():
     with stand_in_gpus((64, 64)) as (devices, _):
         module, loop = train(devices)
-
     assert len(set(loop.sent)) > 2  # several buckets a step
     oracle.assert_close(module, oracle.train(oracle.mlp(), oracle.vectors()).module)
 
@@ -85,7 +84,6 @@ def test_one_replica_leaves_no_marks():
         marks = GradientMarks(devices)
         marks.note(0)
         marks.precede()
-
         assert len(driver.calls("record")) == before
 
 

@@ -263,7 +263,6 @@ def test_a_gradient_that_is_changed_before_the_update_is_exchanged_as_it_then_is
 def test_the_changes_are_not_all_alike(results: dict[str, Any]):
     """Else the test above would say nothing of them."""
     weights = [results[name]["0.weight"] for name in CHANGES]
-
     assert torch.equal(weights[0], weights[1])
     assert not any(torch.allclose(weights[0], other) for other in weights[2:])
     assert not torch.allclose(weights[2], weights[3])
@@ -292,21 +291,18 @@ def test_passes_that_add_up_are_one_device_s(results: dict[str, Any], name: str)
         optimizer.zero_grad()
         F.cross_entropy(module(x), y).backward()
         optimizer.step()
-
     torch.testing.assert_close(results[name][0], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["inside", "outside"])
 def test_in_no_sync_nothing_goes_and_the_next_pass_sends_all(results: dict[str, Any], name: str):
     _, gone, warnings = results[name]
-
     assert gone == [[(NONE, ALL)] * 2] * 4
     assert not warnings
 
 
 def test_passes_that_nobody_announced_are_sent_again_and_one_warning_says_so(results: dict[str, Any]):
     _, gone, warnings = results["never"]
-
     assert gone == [[(ALL, ALL)] * 2] * 4
     assert len(warnings) == 1
     assert "no_sync()" in warnings[0]
@@ -335,5 +331,4 @@ def test_final_sums_that_are_asked_for_again_are_one_device_s(results: dict[str,
         F.cross_entropy(module(x), y).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-
     torch.testing.assert_close(results["summed again"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)

@@ -172,7 +172,6 @@ def close(found: Any, expected: Tensor) -> None:
 @pytest.mark.parametrize("read", ["state_dict", "buffers"])
 def test_a_read_that_would_have_to_wait_is_refused_at_once(results: dict[str, Any], read: str):
     chief, _ = results["by hand"]
-
     assert "mirrored.sync_buffers()" in chief[read]
     assert MEAN in chief[read]
 
@@ -180,7 +179,6 @@ def test_a_read_that_would_have_to_wait_is_refused_at_once(results: dict[str, An
 @pytest.mark.workers
 def test_what_no_replica_changes_is_read_by_one_worker(results: dict[str, Any]):
     chief, _ = results["by hand"]
-
     assert chief["parameters"] == [name for name, _ in net().named_parameters()]
     assert chief["table"] == [0.0, 1.0, 2.0]
 
@@ -188,7 +186,6 @@ def test_what_no_replica_changes_is_read_by_one_worker(results: dict[str, Any]):
 @pytest.mark.workers
 def test_after_sync_buffers_one_worker_reads_the_averages(results: dict[str, Any]):
     chief, _ = results["by hand"]
-
     close(chief["synchronised"], plain_average(12))
     close(chief["as a buffer"], plain_average(12))
 
@@ -231,7 +228,6 @@ def test_a_worker_that_had_no_rows_does_not_give_its_own_for_the_averages(result
 def test_after_an_epoch_and_after_fit_the_chief_reads_alone(results: dict[str, Any]):
     chief, other = results["by fit"]
     own = [module.get_buffer(MEAN) for module in plain_replicas(12)]
-
     close(chief["own"] + other["own"], torch.stack(own))
     close(chief["epoch"], plain_average(12)[None])
     close(chief["after"], plain_average(12)[None])
@@ -282,6 +278,5 @@ def test_a_buffer_that_came_after_mirroring_is_read_before_the_next_run(make_str
     mirrored = make_strategy(2).mirror(module)
     module.register_buffer("seen", torch.tensor(3))
     module.register_buffer("scale", torch.tensor(0.5))
-
     assert mirrored.state_dict()["seen"] == 3
     assert dict(mirrored.named_buffers())["scale"] == 0.5

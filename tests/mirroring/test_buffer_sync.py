@@ -212,7 +212,6 @@ def test_a_pass_outside_goes_on_with_what_all_replicas_have_counted(nets: Any):
     plain(ROWS[1])
     mirrored(ROWS[1])
     steps(strategy, plain, mirrored, ROWS[2])
-
     torch.testing.assert_close(mirrored.state_dict(), plain.state_dict(), rtol=1e-12, atol=0)
 
 
@@ -246,7 +245,6 @@ def test_what_is_written_into_all_copies_stays_as_it_was_written(nets: Any):
         for number, each in enumerate(mirrored.copies):
             each.total.fill_(float(number))
     strategy.run(lambda: None)
-
     assert [each.total.tolist() for each in mirrored.copies] == [[0, 0], [1, 1], [2, 2]]
 
 
@@ -255,8 +253,6 @@ def test_a_part_that_was_replaced_is_looked_at_from_then_on(make_strategy: MakeS
     mirrored[0] = nn.BatchNorm1d(2)
     mirrored.copy_follower.bring_changes()
     copies: Any = mirrored.copies
-
     copies[0][0].running_mean.fill_(4.0)
     mirrored.copy_follower.bring_changes()
-
     assert copies[1][0].running_mean.tolist() == [4, 4]

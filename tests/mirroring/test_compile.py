@@ -113,7 +113,6 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
     with _LOOKUP.locked("Other", ends_with_look_up=False), pytest.raises(ReplicaError) as raised:
         strategy.run(mirrored, (torch.ones(2, 3),))
     assert "Linear has waited 0.01 s for a compiled module" in str(raised.value)
-
     monkeypatch.setattr("lockstep.mirroring.module.compile.COMPILE_LIMIT_S", 60.0)
     strategy.run(mirrored, (torch.ones(2, 3),))
 
@@ -177,7 +176,6 @@ def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_
     at_once = drawn(split_cpu(2))
     monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 1)
     in_turn = drawn(split_cpu(2))
-
     assert all(
         torch.equal(one, other) for pair in zip(at_once, in_turn, strict=True) for one, other in zip(*pair, strict=True)
     )

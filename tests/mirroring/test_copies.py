@@ -59,7 +59,6 @@ def test_tied_weights_stay_tied(alias: bool):
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     duplicate = copy_module(module, CPU, alias=alias)
-
     assert duplicate[0].weight is duplicate[1].weight  # type: ignore[index]
     assert len(list(duplicate.parameters())) == 3
 
@@ -67,7 +66,6 @@ def test_tied_weights_stay_tied(alias: bool):
 def test_a_module_that_cannot_be_copied_says_so(make_strategy: MakeStrategy):
     module = nn.Linear(2, 2)
     module.lock = threading.Lock()  # type: ignore[assignment]
-
     with pytest.raises(UsageError, match=r"Linear cannot be copied for every replica .*copy\.deepcopy can copy"):
         make_strategy(2).mirror(module)
 
@@ -93,7 +91,6 @@ def test_the_memory_format_of_all_copies(
     memory_format: torch.memory_format, expected: bool, make_strategy: MakeStrategy
 ):
     mirrored = make_strategy(2).mirror(nn.Conv2d(3, 4, 3), memory_format=memory_format)
-
     for duplicate in mirrored.copies:
         weight = next(duplicate.parameters())
         assert weight.is_contiguous(memory_format=torch.channels_last) is expected
@@ -133,7 +130,6 @@ def test_a_frozen_or_tagged_parameter_stays_so():
     module.weight.requires_grad_(False)
     module.weight.tag = "kept"  # type: ignore[attr-defined]
     duplicate = copy_module(module, replace(device("gpu:1", "gpu:0")).torch_device, alias=True)
-
     assert not duplicate.weight.requires_grad
     assert duplicate.weight.tag == "kept"  # type: ignore[union-attr]
 
@@ -177,5 +173,4 @@ def test_a_quantised_weight_that_is_packed_anew_is_left_to_its_copy(make_strateg
     mirrored = make_strategy(2).mirror(module)
     module.weight.data = module.weight.data * 3
     mirrored.align()
-
     assert [int(own.weight[0, 0]) for own in mirrored.copies] == [3, 1]

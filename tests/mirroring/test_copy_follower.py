@@ -267,7 +267,6 @@ def test_what_is_set_outside_gives_the_numbers_of_one_device(
 ):
     plain, expected = train_plain(change)
     net, losses = train_mirrored(make_strategy(3), change)
-
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
 
@@ -377,7 +376,6 @@ def test_what_cannot_be_copied_is_refused_by_its_name(make_strategy: MakeStrateg
     strategy = make_strategy(2)
     mirrored = strategy.mirror(Net())
     mirrored.blocks[0].lock = threading.Lock()
-
     with pytest.raises(UsageError, match=r"'lock', set on Block,"):
         strategy.run(lambda: None)
     del mirrored.blocks[0].lock
@@ -388,7 +386,6 @@ def test_a_mirrored_module_set_in_another_is_refused(make_strategy: MakeStrategy
     strategy = make_strategy(2)
     first, second = strategy.mirror(Net()), strategy.mirror(Net())
     first.head = second
-
     with pytest.raises(UsageError, match=r"'head', set on Net,.*mirrored module"):
         strategy.run(lambda: None)
     first.head = second.module.head
@@ -402,7 +399,6 @@ def test_what_belongs_to_the_strategy_is_the_same_for_all(make_strategy: MakeStr
     mirrored.strategy, mirrored.count = strategy, strategy.variable(1.0, aggregation="sum")
     mirrored.optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
     strategy.run(lambda: None)
-
     for name in ("strategy", "count", "optimizer"):
         assert len({id(getattr(duplicate, name)) for duplicate in mirrored.copies}) == 1
 
@@ -454,7 +450,6 @@ def test_state_read_between_growth_and_the_next_run(make_strategy: MakeStrategy)
     mirrored = make_strategy(3).mirror(Net())
     mirrored.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     own = mirrored.module.state_dict()
-
     torch.testing.assert_close(dict(mirrored.state_dict()), dict(own))
     mirrored.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
     for duplicate in mirrored.copies:

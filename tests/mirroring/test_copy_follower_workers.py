@@ -70,9 +70,7 @@ def test_all_workers_train_as_one_device_from_the_chief_s_new_weights():
     for number in range(STEPS):
         change(plain, own, number, 0)
         train(plain, own, rows(number))
-
     state, same = ls.launch(run_job, workers=2, timeout_s=120)
-
     torch.testing.assert_close(state, dict(plain.state_dict()))
     assert all(same)
 
@@ -99,7 +97,6 @@ def update_outside(by_hand: bool) -> list[str]:
 
 def test_gradients_that_no_optimizer_adds_up_over_the_workers_are_told_once():
     (told,) = ls.launch(update_outside, args=(True,), workers=2, timeout_s=120)
-
     assert "no mirrored optimizer" in told
     assert "sum_gradients" in told
     assert ls.launch(update_outside, args=(False,), workers=2, timeout_s=120) == []

@@ -142,7 +142,6 @@ def test_registered_on_the_mirrored_object_it_runs_in_every_replica(make_strateg
     doubled = strategy.local_results(strategy.run(mirrored, (rows(0),)))
     handle.remove()
     plain = strategy.local_results(strategy.run(mirrored, (rows(0),)))
-
     for twice, once in zip(doubled, plain, strict=True):
         torch.testing.assert_close(twice, 2 * once)
 
@@ -211,7 +210,6 @@ def test_features_kept_outside_of_the_module_are_refused(
     mirrored = strategy.mirror(net)
     net.first.register_forward_hook(make())
     (x,) = strategy.distribute_dataset([rows(0)])
-
     with pytest.raises(UsageError, match=r"the hook .* outside of the module.*part\.kept"):
         strategy.run(mirrored, (x,))
     FEATURES.clear()

@@ -43,7 +43,6 @@ def test_gradients_are_added_in_replica_order_and_a_missing_one_counts_nothing()
 def test_one_tensor_that_is_the_gradient_of_all_replicas_counts_once_for_each():
     parameters = [copies_with(*[torch.ones(4, 2)] * 3)]
     sum_all(parameters)
-
     assert parameters[0][0].grad is not None
     assert torch.equal(parameters[0][0].grad, torch.full((4, 2), 3.0))
 
@@ -51,7 +50,6 @@ def test_one_tensor_that_is_the_gradient_of_all_replicas_counts_once_for_each():
 def test_every_leader_gets_a_copy_of_its_own():
     first, second = copies_with(torch.ones(4, 2), None)
     spread([[first, second]], (0, 1))
-
     assert torch.equal(first.grad, second.grad)
     assert first.grad.data_ptr() != second.grad.data_ptr()
 
@@ -60,6 +58,5 @@ def test_leaders_whose_gradients_are_one_tensor_get_one_each():
     gradient = torch.zeros(4, 2)
     first, second, third = copies_with(torch.ones(4, 2), gradient, gradient)
     spread([[first, second, third]], (0, 1, 2))
-
     assert torch.equal(second.grad, third.grad)
     assert second.grad.data_ptr() != third.grad.data_ptr()

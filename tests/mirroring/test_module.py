@@ -66,7 +66,6 @@ def test_outside_it_is_the_user_s_own_module(make_strategy: MakeStrategy):
 def test_mirroring_twice_gives_the_same(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored = strategy.mirror(net())
-
     assert strategy.mirror(mirrored.module) is mirrored
     assert strategy.mirror(mirrored) is mirrored
     with pytest.raises(UsageError, match="mirrored by another strategy; mirror the plain module"):
@@ -75,7 +74,6 @@ def test_mirroring_twice_gives_the_same(make_strategy: MakeStrategy):
 
 def test_another_strategy_cannot_run_it(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(net())
-
     with pytest.raises(UsageError, match="mirrored by another strategy than the one that runs this replica"):
         make_strategy(2).run(mirrored, (torch.ones(2, 3),))
 
@@ -87,7 +85,6 @@ def test_neither_module_nor_optimizer(make_strategy: MakeStrategy):
 
 def test_names_are_the_plain_module_s(make_strategy: MakeStrategy):
     plain, mirrored = net(), make_strategy(3).mirror(net())
-
     assert [*mirrored.state_dict()] == [*plain.state_dict()]
     assert [name for name, _ in mirrored.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in mirrored.named_buffers()] == [name for name, _ in plain.named_buffers()]
@@ -115,7 +112,6 @@ def test_going_to_evaluation_averages_so_that_replicas_agree(make_strategy: Make
     mirrored = mirrored_net(strategy)
     mirrored.eval()
     outputs = strategy.run(mirrored, (torch.ones(2, 3),))
-
     assert not any(duplicate.training for duplicate in mirrored.copies)
     assert all(torch.equal(outputs[0], output) for output in outputs)
 
@@ -165,7 +161,6 @@ def test_train_inside_a_replica_is_that_replica_s(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     mirrored = strategy.mirror(net())
     strategy.run(lambda: mirrored.train(replica() != 1))
-
     assert [duplicate.training for duplicate in mirrored.copies] == [True, False, True]
 
 
@@ -191,14 +186,12 @@ def test_what_reaches_all_replicas_is_for_outside(method: str, make_strategy: Ma
     strategy = make_strategy(2)
     mirrored = strategy.mirror(net())
     arguments = {"load_state_dict": (mirrored.state_dict(),), "apply": (print,)}.get(method, ())
-
     with pytest.raises(UsageError, match=f"{method} .*outside strategy.run"):
         strategy.run(lambda: getattr(mirrored, method)(*arguments))
 
 
 def test_conversions_and_copies_are_refused(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(net())
-
     for convert in (mirrored.half, mirrored.cpu, lambda: mirrored.to(torch.float64)):
         with pytest.raises(UsageError, match="convert the module before mirroring it"):
             convert()
@@ -210,7 +203,6 @@ def test_conversions_and_copies_are_refused(make_strategy: MakeStrategy):
 def test_converting_to_what_it_is_already_does_nothing(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(net())
     dtype = next(mirrored.parameters()).dtype
-
     assert mirrored.to("cpu") is mirrored.to(dtype) is mirrored.to(device="cpu", dtype=dtype) is mirrored
 
 
@@ -219,7 +211,6 @@ def test_collected_modules_are_forgotten(make_strategy: MakeStrategy):
     mirrored: Tensor | MirroredModule | None = strategy.mirror(net())
     assert len(strategy.mirrored_modules) == 1
     mirrored = None
-
     assert mirrored is None
     assert len(strategy.mirrored_modules) == 0
 
@@ -268,7 +259,6 @@ def test_it_has_items_as_the_plain_module_has(make_strategy: MakeStrategy):
 
 def test_without_items_it_says_so_as_the_plain_module_does(make_strategy: MakeStrategy):
     mirrored = make_strategy(2).mirror(nn.Linear(1, 1))
-
     assert mirrored
     for wrong in (lambda: len(mirrored), lambda: mirrored[0], lambda: [*mirrored], lambda: 1 in mirrored):
         with pytest.raises(TypeError, match="Linear"):
@@ -280,7 +270,6 @@ def test_items_may_be_set(make_strategy: MakeStrategy):
     mirrored = strategy.mirror(plain)
     mirrored[2] = nn.Identity()
     del mirrored[1]
-
     assert [type(part) for part in plain] == [nn.Linear, nn.Identity, nn.Linear]
     strategy.run(lambda: mirrored(torch.ones(2, 3)))
     assert [[type(part) for part in duplicate] for duplicate in mirrored.copies] == [[*map(type, plain)]] * 2  # type: ignore[arg-type, call-overload]

@@ -232,7 +232,6 @@ def test_a_group_added_to_the_plain_optimizer_is_not_forgotten_in_silence(make_s
     mirrored = strategy.mirror(module)
     optimizer = strategy.mirror(torch.optim.SGD(module.get_submodule("first").parameters(), 0.05))
     optimizer.plain.add_param_group({"params": [module.get_parameter("tied.bias")]})
-
     with pytest.raises(UsageError, match=r"has 3 parameters, but had 2 when it was mirrored; add groups with"):
         train(strategy, mirrored, optimizer)
 

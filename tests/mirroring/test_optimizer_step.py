@@ -114,9 +114,7 @@ def test_nothing_counted_skips_the_update(layout: str, make_strategy: MakeStrate
     trainer = Trainer(make_strategy(3))
     trainer.step(shards(ROWS))  # momentum, which would move the weights
     before = [parameter.detach().clone() for parameter in trainer.module.parameters()]
-
     result = trainer.step(PerReplica([ROWS[:0]] * 3))
-
     assert result == StepResult(0.0, 0.0, None, skipped=True)
     assert all(map(torch.equal, trainer.module.parameters(), before))
 

@@ -140,7 +140,6 @@ def test_nothing_counted_skips_that_update_alone_even_the_first(name: str):
         skipped = trainer.step(ROWS[:0])
         assert float(skipped.skipped) == 1.0
         assert equal(trainer.weights(), before)
-
         trainer.step()
         other.step()
         assert equal(trainer.weights(), other.weights())

@@ -57,7 +57,6 @@ def test_one_replica_calls_them_as_torch_does(make_strategy: MakeStrategy):
     strategy, users, seen = make_strategy(1), net(), list[Tensor]()
     mirrored = strategy.mirror(users)
     users[2].bias.register_hook(seen.append)
-
     strategy.run(lambda x: mirrored(x).sum().backward(), (torch.ones(2, 4),))
     assert [each.tolist() for each in seen] == [[2.0, 2.0, 2.0]]
 

@@ -20,7 +20,6 @@ def net() -> nn.Sequential:
 def test_the_plain_module_is_refused_and_named(make_strategy: MakeStrategy):
     strategy, plain = make_strategy(2), net()
     mirrored = strategy.mirror(plain)
-
     with pytest.raises(UsageError, match=r"plain Sequential.*replica 1; call what strategy\.mirror\(module\) returned"):
         strategy.run(lambda x: plain(x), (X,))
     strategy.run(lambda x: mirrored(x), (X,))
@@ -29,7 +28,6 @@ def test_the_plain_module_is_refused_and_named(make_strategy: MakeStrategy):
 def test_a_part_of_the_plain_module_is_refused_too(make_strategy: MakeStrategy):
     strategy, plain = make_strategy(2), net()
     mirrored = strategy.mirror(plain)
-
     with pytest.raises(UsageError, match="the step calls the plain Sequential"):
         strategy.run(lambda x: (mirrored(x), plain[0](x)), (X,))
 
@@ -37,14 +35,12 @@ def test_a_part_of_the_plain_module_is_refused_too(make_strategy: MakeStrategy):
 def test_the_mirrored_module_its_parts_and_a_module_that_is_not_mirrored_are_called(make_strategy: MakeStrategy):
     strategy, teacher = make_strategy(3), net().requires_grad_(False)
     mirrored = strategy.mirror(net())
-
     strategy.run(lambda x: mirrored(x) + mirrored.get_submodule("1")(mirrored.get_submodule("0")(x)) + teacher(x), (X,))
 
 
 def test_one_replica_and_code_outside_replicas_may_call_it(make_strategy: MakeStrategy):
     strategy, plain = make_strategy(1), net()
     strategy.mirror(plain)
-
     strategy.run(lambda x: plain(x), (X,))
     plain(X)
 

@@ -77,7 +77,6 @@ def test_features_that_a_call_left_do_not_hinder_the_copy(make_strategy: MakeStr
     module.register_forward_hook(lambda part, _, output: setattr(part, "kept", [output]))
     module(torch.ones(1, 3))
     mirrored = make_strategy(3).mirror(module)
-
     for duplicate in mirrored.copies[1:]:
         kept = duplicate.kept[0]  # type: ignore[index, union-attr]
         assert not kept.requires_grad

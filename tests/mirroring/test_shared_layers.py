@@ -89,7 +89,6 @@ def test_gradients_of_both_modules_are_summed(
 def test_a_layer_in_two_modules_has_one_copy_a_replica(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     first, second = map(strategy.mirror, two_heads())
-
     for one, other in zip(first.copies, second.copies, strict=True):
         assert one.get_submodule("0") is other.get_submodule("0")
 
@@ -97,7 +96,6 @@ def test_a_layer_in_two_modules_has_one_copy_a_replica(make_strategy: MakeStrate
 def test_a_mirrored_module_in_another_says_what_to_put_there(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     trunk = strategy.mirror(nn.Linear(2, 2))
-
     with pytest.raises(UsageError, match=r"Sequential has a mirrored module in it, as '0'.*mirrored\.module"):
         strategy.mirror(nn.Sequential(trunk, nn.Linear(2, 1)))
     assert strategy.mirror(nn.Sequential(trunk.module, nn.Linear(2, 1))).copies[1].get_submodule("0") is trunk.copies[1]

@@ -66,7 +66,6 @@ def test_an_ensemble_of_stacked_modules(make_strategy: MakeStrategy):
 def test_jacobians_of_reverse_mode(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     mirrored = strategy.mirror(net())
-
     torch.testing.assert_close(
         gathered(strategy, torch.func.vmap(torch.func.jacrev(mirrored))),
         torch.func.vmap(torch.func.jacrev(net()))(rows()),
@@ -108,7 +107,6 @@ def test_forward_mode_is_refused(use: Callable[[Any, Tensor], None], make_strate
 def test_one_replica_may_use_it(make_strategy: MakeStrategy):
     strategy = make_strategy(1)
     mirrored = strategy.mirror(net())
-
     for use in (dual, jvp, hessian):
         strategy.run(lambda use=use: use(mirrored, rows()))
 
@@ -141,7 +139,6 @@ def test_an_ensemble_called_through_a_module_on_meta(make_strategy: MakeStrategy
 def test_weights_set_on_one_module_by_several_replicas_are_refused(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     mirrored, base = [strategy.mirror(net(seed)) for seed in (0, 1)], net().to("meta")
-
     with pytest.raises(UsageError, match=r"functional_call on one Sequential in replicas \d and \d.*PerReplica"):
         gathered(strategy, lambda x: ensemble(mirrored, base, x))
 
@@ -149,7 +146,6 @@ def test_weights_set_on_one_module_by_several_replicas_are_refused(make_strategy
 def test_one_replica_may_set_weights_on_a_module_from_outside(make_strategy: MakeStrategy):
     strategy, base = make_strategy(1), net().to("meta")
     mirrored = [strategy.mirror(net(seed)) for seed in (0, 1)]
-
     torch.testing.assert_close(
         gathered(strategy, lambda x: ensemble(mirrored, base, x)), ensemble([net(0), net(1)], base, rows())
     )

@@ -23,6 +23,5 @@ def test_every_item_is_in_one_part_and_no_part_is_much_larger():
     sizes = [(7 * item) % 50 + 1 for item in range(100)]
     parts = balance(sizes, 4)
     loads = [sum(sizes[item] for item in part) for part in parts]
-
     assert sorted(item for part in parts for item in part) == list(range(100))
     assert max(loads) - min(loads) <= max(sizes)

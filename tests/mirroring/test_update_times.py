@@ -49,7 +49,6 @@ def test_every_replica_has_its_moments_in_order(
     make_strategy: Callable[..., MirroredStrategy], make: Callable[..., torch.optim.Optimizer]
 ):
     optimizer = train(make_strategy(3), make)
-
     assert len(optimizer.times) == 3
     for times in optimizer.times:
         moments = [times.arrived_s, times.opened_s, times.exchanged_s, times.updated_s, times.closed_s]
@@ -60,13 +59,11 @@ def test_every_replica_has_its_moments_in_order(
 
 def test_the_exchange_begins_once_all_replicas_have_arrived(make_strategy: Callable[..., MirroredStrategy]):
     times = train(make_strategy(3), sgd).times
-
     assert min(each.opened_s for each in times if each) >= max(each.arrived_s for each in times if each)
 
 
 def test_there_are_no_times_before_an_update_and_after_a_skipped_one(make_strategy: Callable[..., MirroredStrategy]):
     strategy = make_strategy(2)
     module = strategy.mirror(nn.Linear(3, 1))
-
     assert strategy.mirror(sgd(module.parameters())).times == (None, None)
     assert train(strategy, sgd, count=0.0).times == (None, None)

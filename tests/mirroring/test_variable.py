@@ -69,7 +69,6 @@ def test_on_read_is_local_until_it_is_read_outside(aggregation: Any, read: float
 def test_a_plain_value_cannot_be_summed(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     variable = strategy.variable(0.0, aggregation="sum")
-
     with pytest.raises(ValueError, match=r"the plain value 5.0 cannot be summed over replicas, .* give a tensor"):
         strategy.run(lambda: variable.assign(5.0))
     assert numbers(variable) == [0, 0]
@@ -79,7 +78,6 @@ def test_a_plain_value_cannot_be_summed(make_strategy: MakeStrategy):
 def test_the_mean_of_a_variable_that_is_not_floating_is_refused(value: Any, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     variable = strategy.variable(0, aggregation="mean")
-
     with pytest.raises(ValueError, match=r"a variable of dtype torch\.int64 cannot take the mean"):
         strategy.run(lambda: variable.assign(value))
 
@@ -125,7 +123,6 @@ def test_outside_other_on_read_variables_are_written_whole(aggregation: Any, mak
     variable = make_strategy(2).variable(0.0, aggregation=aggregation, synchronization="on_read")
     variable.assign(6.0)
     variable.assign_add(1.0)
-
     assert numbers(variable) == [7, 7]
     if aggregation != "none":
         assert float(variable) == 7.0
@@ -136,7 +133,6 @@ def test_reading_gives_a_tensor_of_its_own(make_strategy: MakeStrategy):
     variable = strategy.variable(torch.ones(3))
     variable.read_value().zero_()
     strategy.run(lambda: variable.read_value().zero_())
-
     assert all(bool((value == 1).all()) for value in variable.values)
 
 
@@ -160,7 +156,6 @@ def test_the_initial_value_is_copied_and_may_be_per_replica(make_strategy: MakeS
     given = torch.ones(2)
     variable = strategy.variable(given)
     given.zero_()
-
     assert [value.tolist() for value in variable.values] == [[1, 1], [1, 1]]
     assert numbers(strategy.variable(PerReplica([1.0, 2.0]))) == [1, 2]
     assert int(strategy.variable(7)) == 7
@@ -175,7 +170,6 @@ def test_unknown_settings_list_the_known(name: str, value: str, make_strategy: M
 
 def test_another_strategy_s_replica_cannot_use_it(make_strategy: MakeStrategy):
     variable = make_strategy(2).variable(0.0)
-
     with pytest.raises(UsageError, match="another strategy"):
         make_strategy(2).run(variable.read_value)
 

@@ -123,9 +123,7 @@ def test_gradients_pass_by_a_variable_as_by_a_constant(make_strategy: MakeStrate
     strategy = make_strategy(2)
     variable = strategy.variable(torch.tensor([2.0, 3.0]))
     weight = nn.Parameter(torch.ones(2))
-
     (weight * variable).sum().backward()
-
     assert weight.grad.tolist() == [2, 3]
 
 
@@ -251,7 +249,6 @@ def test_one_value_of_all_replicas_does_not_begin_with_different_ones(make_strat
 def test_variables_are_keys_and_are_compared_by_value(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     first, second = strategy.variable(torch.ones(2)), strategy.variable(torch.ones(2))
-
     assert {first: 1, second: 2}[second] == 2
     assert (first == second).tolist() == [True, True]
     strategy.run(lambda: first + second)  # they are known to the strategy by identity

@@ -52,7 +52,6 @@ def cause_of(rendezvous: ReplicaBarrier) -> str:
 def test_all_get_the_one_result_of_the_values_in_replica_order():
     rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     first, *others = play(rendezvous, [meet(SUM)] * 3)
-
     assert first == [0, 1, 2]
     assert all(other is first for other in others)
     assert rendezvous.cause is None
@@ -70,7 +69,6 @@ def test_one_meeting_after_another():
 def test_different_collectives_say_who_waits_where():
     rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), meet(GATHER), meet(SUM)])
-
     assert sorted(type(outcome).__name__ for outcome in outcomes).count("CollectiveError") == 1
     assert re.search(
         r"did not meet .*replica 1 \(cpu:1\) waits in all_gather\(axis=0\) at train.py:9 in step", cause_of(rendezvous)
@@ -80,7 +78,6 @@ def test_different_collectives_say_who_waits_where():
 def test_a_replica_that_returns_early_is_named():
     rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), return_at_once, meet(SUM)])
-
     assert "replica 1 (cpu:1) has returned" in cause_of(rendezvous)
     assert "waits in all_reduce(sum) at train.py:3 in step" in cause_of(rendezvous)
     assert outcomes[1] is None
@@ -94,7 +91,6 @@ def test_an_error_of_one_replica_is_the_cause_and_the_others_are_stopped():
 
     rendezvous = ReplicaBarrier(NAMES, LIMIT_S)
     outcomes = play(rendezvous, [meet(SUM), fail, meet(SUM)])
-
     assert rendezvous.cause is error
     assert [type(outcomes[0]), type(outcomes[2])] == [ReplicaStopped, ReplicaStopped]
 
@@ -139,7 +135,6 @@ def test_abort_stops_those_who_wait_and_those_who_come_later():
         meet(SUM)(rendezvous, number)
 
     outcomes = play(rendezvous, [meet(SUM), abort_then_meet])
-
     assert isinstance(rendezvous.cause, KeyboardInterrupt)
     assert [type(outcome) for outcome in outcomes] == [ReplicaStopped, ReplicaStopped]
 
@@ -160,7 +155,6 @@ def test_a_turn_is_given_up_while_waiting():
 
 def test_waiting_for_the_end_has_a_limit():
     rendezvous = ReplicaBarrier(NAMES[:1], LIMIT_S)
-
     assert not rendezvous.wait_until_left(0.01)
     assert rendezvous.missing == NAMES[:1]
     rendezvous.leave(0)

@@ -70,10 +70,8 @@ def test_a_flop_counter_counts_what_one_device_does(replicas: int, make_strategy
     with FlopCounterMode(display=False) as expected:
         one_device()
     step, _ = replicas_of(make_strategy(replicas))
-
     with FlopCounterMode(display=False) as counted:
         step()
-
     assert counted.get_total_flops() == expected.get_total_flops() > 0
     assert flops(counted) == flops(expected)
 
@@ -141,7 +139,6 @@ def test_a_mode_that_changes_what_functions_do_does_so_in_the_replicas(make_stra
 
     with NoRelu():
         seen = make_strategy(2).run(lambda: torch.relu(-torch.ones(2)))
-
     assert all(torch.equal(each, -torch.ones(2)) for each in seen)
 
 
@@ -152,7 +149,6 @@ def test_dropout_and_random_numbers_under_a_mode_are_a_replicas_own(make_strateg
     plain = make_strategy(2, seed=3).run(draw)
     with Calls():
         watched = make_strategy(2, seed=3).run(draw)
-
     assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
     assert not torch.equal(plain[0], plain[1])
 
@@ -274,7 +270,6 @@ def test_after_a_profile_replicas_are_not_profiled(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert strategy.run(torch.autograd._profiler_enabled) is True
-
     assert strategy.run(torch.autograd._profiler_enabled) is False
 
 
@@ -286,7 +281,6 @@ def test_a_profile_of_a_run_that_failed_ends_well(make_strategy: MakeStrategy):
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), pytest.raises(KeyError):
         strategy.run(fails)
-
     assert strategy.run(torch.autograd._profiler_enabled) is False
 
 
@@ -307,7 +301,5 @@ def test_the_modes_of_the_caller_are_as_before_after_a_run(make_strategy: MakeSt
 def test_the_threads_of_replicas_have_the_names_that_profilers_show(make_strategy: MakeStrategy):
     step, _ = replicas_of(make_strategy(3))
     step()
-
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-
     assert {"replica 0", "replica 1", "replica 2"} <= set(names)

@@ -75,7 +75,6 @@ def test_autocast_works_in_a_replica_as_outside(make_strategy: MakeStrategy):
     layer = torch.nn.Linear(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = make_strategy(2).run(layer, (torch.ones(1, 2),))
-
     assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
 
 

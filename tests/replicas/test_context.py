@@ -205,6 +205,5 @@ def test_a_cross_replica_method_inside_a_replica_says_what_to_do(
     method: str, call: Callable[[MirroredStrategy], Any], make_strategy: MakeStrategy
 ):
     strategy = make_strategy(2)
-
     with pytest.raises(UsageError, match=f"{method} is for all replicas together .*all_reduce, .all_gather"):
         strategy.run(lambda: call(strategy))

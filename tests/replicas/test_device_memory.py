@@ -12,7 +12,6 @@ from lockstep.replicas.device.memory import MB, out_of_memory, over_limit
 def test_the_message_names_device_limit_peak_and_the_batch_that_fits():
     # 20 MB of weights and 10 MB a row: (100 - 20) / 10 rows fit.
     error = over_limit("gpu:1", limit=100 * MB, top=180 * MB, static=20 * MB, rows=16)
-
     assert re.search(r"gpu:1 .*100 MB.*180 MB.* fit is 8 \(.* 16\)", str(error))
 
 
@@ -31,5 +30,4 @@ def test_where_no_batch_can_be_named(static_mb: int, rows: int | None, message: 
 
 def test_a_gpu_without_more_is_told_in_the_share_s_name():
     error = out_of_memory("gpu:1", limit=100 * MB, in_use=60 * MB, free=5 * MB, total=8192 * MB, rows=16)
-
     assert all(part in str(error) for part in ("gpu:1", "60 MB", "100 MB", "8192 MB", "5 MB", "16 examples"))

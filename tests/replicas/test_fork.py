@@ -65,7 +65,6 @@ def model(make_strategy: MakeStrategy) -> ls.Model:
 )
 def test_what_takes_replica_threads_is_refused_at_once_in_a_fork(entry: Callable[[ls.Model], Any], model: ls.Model):
     said = in_fork(lambda: entry(model))
-
     assert said.startswith("UsageError")
     assert "forked" in said
     assert str(os.getpid()) in said
@@ -95,9 +94,7 @@ def test_multiprocessings_fork_is_refused_too(make_strategy: MakeStrategy):
 def test_an_iteration_that_was_begun_before_the_fork_is_refused_in_it(make_strategy: MakeStrategy):
     iteration = iter(make_strategy(2).distribute_dataset(DATA * 10))
     next(iteration)
-
     said = in_fork(lambda: list(iteration))
-
     assert said.startswith("UsageError")
     assert len(list(iteration)) == len(DATA) * 10 - 1
 
@@ -117,7 +114,5 @@ def test_the_forked_processes_of_a_data_loader_read_for_a_strategy(make_strategy
     strategy.run(lambda: 1)
     rows = TensorDataset(torch.arange(12.0))
     loader = DataLoader(rows, batch_size=4, num_workers=2, multiprocessing_context="fork")
-
     sums = [strategy.run(lambda x: x[0].sum(), (batch,)) for batch in strategy.distribute_dataset(loader)]
-
     assert [float(strategy.reduce("sum", each)) for each in sums] == [6.0, 22.0, 38.0]

@@ -34,7 +34,6 @@ def drawn(order: Sequence[int]) -> dict[int, list[list[float]]]:
 
 def test_what_a_replica_draws_does_not_depend_on_the_order_of_turns():
     first = drawn([0, 1, 2, 0, 1, 2])
-
     assert drawn([2, 2, 1, 0, 0, 1]) == first
     assert first[0][0] != first[0][1] != first[1][0]
 
@@ -132,7 +131,6 @@ def test_memory_is_looked_at_only_when_a_pool_has_another_size():
             torch.empty(10 * MB, dtype=torch.uint8)
             turn.check()
             turn.release()
-
     assert len(driver.calls("pool")) == 1
 
 

@@ -86,7 +86,6 @@ def test_outside_the_block_nobody_hears(make_strategy: Callable[..., MirroredStr
     with observing(ears):
         assert current_observer() is ears
     train(make_strategy(2))
-
     assert current_observer() is None
     assert (ears.devices, ears.views, ears.before) == ([], [], {})
 
@@ -112,13 +111,11 @@ def test_the_default_hooks_change_nothing(make_strategy: Callable[..., MirroredS
     with observing(Observer()):
         observed = train(make_strategy(2))
     unobserved = train(make_strategy(2))
-
     assert torch.equal(next(observed.parameters()), next(unobserved.parameters()))
 
 
 def test_the_modules_of_a_strategy_are_listed_in_order(make_strategy: Callable[..., MirroredStrategy]):
     strategy = make_strategy(2)
     first, second = strategy.mirror(nn.Linear(1, 1)), strategy.mirror(nn.Linear(2, 2))
-
     assert isinstance(strategy, ls.Strategy)
     assert strategy.mirrored_modules == (first, second)

@@ -39,7 +39,6 @@ def test_what_waits_is_told_with_operator_and_line(operator: str, act: Callable[
             act(ROWS)
         except NotImplementedError:  # a copy from "meta" has nothing to copy
             assert operator == "aten._to_copy"
-
     ((told, line),) = reads.syncs[:1]
     assert told == operator
     assert line == f"test_host_syncs.py:{act.__code__.co_firstlineno} in <lambda>"
@@ -59,7 +58,6 @@ def test_what_waits_is_told_with_operator_and_line(operator: str, act: Callable[
 def test_what_does_not_wait_is_not_told(act: Callable[[Tensor], Any]):
     with HostSyncs() as reads:
         act(ROWS)
-
     assert reads.syncs == []
 
 

@@ -102,10 +102,8 @@ def test_a_data_loader_with_forked_workers_beside_a_strategy(make_strategy: Make
     strategy = make_strategy(4)
     data = list(torch.arange(24.0).split(1))
     loader: DataLoader[torch.Tensor] = DataLoader(data, batch_size=6, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
-
     total = 0.0
     for _ in range(2):
         for batch in strategy.distribute_dataset(loader):
             total += float(strategy.reduce("sum", strategy.run(torch.sum, (batch,))))
-
     assert total == 2 * sum(range(24))

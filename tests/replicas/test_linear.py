@@ -56,10 +56,8 @@ def test_values_and_gradients_are_those_of_double_precision(
     shape: tuple[int, ...], outputs: int, bias: bool, products: list[tuple[int, ...]]
 ):
     leaves = tensors(*shape, outputs=outputs, bias=bias)
-
     ours = gradients(onednn.linear, *leaves, dtype=torch.float32)
     exact = gradients(F.linear, *leaves, dtype=torch.float64)
-
     assert len(products) == 3  # forward, the input's gradient, the weight's
     assert len(ours) == len(exact) == 3 + bias
     for own, right in zip(ours, exact, strict=True):
@@ -70,9 +68,7 @@ def test_values_and_gradients_are_those_of_double_precision(
 def test_only_the_gradients_that_are_needed_are_computed(products: list[tuple[int, ...]]):
     x, weight, bias = tensors(300, 128, outputs=256)
     weight.requires_grad_()
-
     onednn.linear(x, weight, bias).sum().backward()
-
     assert len(products) == 2
     assert x.grad is None
 
@@ -113,10 +109,8 @@ def test_what_no_gradient_needs_is_not_kept(frozen: str):
 
 def test_without_gradients_there_is_one_product_and_no_graph(products: list[tuple[int, ...]]):
     x, weight, bias = tensors(300, 128, outputs=256)
-
     with torch.no_grad():
         y = onednn.linear(x, weight.requires_grad_(), bias)
-
     assert len(products) == 1
     assert y.grad_fn is None
 
@@ -156,7 +150,6 @@ def test_the_rest_is_left_to_torch(
     x, weight, _ = tensors(300, 128, outputs=256)
     with within():
         ours, theirs = onednn.linear(*change(x, weight)), F.linear(*change(x, weight))
-
     assert products == []
     assert torch.equal(ours, theirs)
 
@@ -169,7 +162,6 @@ def test_functorch_is_left_to_torch(products: list[tuple[int, ...]]):
     x, weight, _ = tensors(300, 128, outputs=256)
     torch.testing.assert_close(torch.func.vmap(lambda row: onednn.linear(row[None], weight))(x)[:, 0], x @ weight.T)
     torch.func.grad(lambda w: onednn.linear(x, w).sum())(weight)
-
     assert products == []
 
 

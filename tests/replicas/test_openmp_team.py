@@ -92,7 +92,6 @@ def test_a_team_that_has_been_ended_is_made_again_where_it_is_needed():
     def body() -> None:
         before = numbers.sum()
         openmp_team.end_openmp_team()
-
         assert len(own_team()) == 1
         assert torch.equal(numbers.sum(), before)
 
@@ -104,7 +103,6 @@ def test_the_teams_of_other_threads_stay(make_strategy: Callable[..., MirroredSt
     def body() -> None:
         strategy = make_strategy(1)
         teams = [team for _ in range(2) for team in strategy.local_results(strategy.run(own_team))]
-
         assert [len(team) for team in teams] == [1, 0]  # the second run found the replica's team there
         assert teams[0] <= native_threads()
 
@@ -117,7 +115,6 @@ def test_replicas_of_one_thread_each_leave_the_caller_s_team_alone(make_strategy
         strategy = make_strategy(2)
         mine = own_team()
         strategy.run(native_threads)
-
         assert mine <= native_threads()
 
     in_a_thread_with_two_cores(body)

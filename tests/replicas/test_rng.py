@@ -116,7 +116,6 @@ def test_without_a_seed_it_is_torch_s_seed(make_strategy: MakeStrategy):
         for seed in (3, 3, 4):
             torch.manual_seed(seed)
             draws.append(make_strategy(1, seed=None).run(lambda: torch.rand(4)))
-
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -155,7 +154,6 @@ def test_recurrent_layers_without_dropout_do_not_wait_for_the_generator(
     monkeypatch.setattr("lockstep.replicas.rng.mode.DEFAULT_GENERATOR_LOCK", None)
     strategy = make_strategy(2)
     trained, evaluated, single = nn.LSTM(8, **RECURRENT), nn.LSTM(8, **RECURRENT).eval(), nn.GRU(8, 8)
-
     assert isinstance(strategy.run(lambda: single(ROWS)[0]), PerReplica)
     assert isinstance(strategy.run(lambda: evaluated(ROWS)[0]), PerReplica)
     with pytest.raises(TypeError, match="NoneType"):

@@ -40,7 +40,6 @@ def test_mean_and_variance_are_torch_s(function: Callable[..., Tensor], value: f
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = function(input, **arguments)
-
     assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=0.02)
     assert float(ours.var()) == pytest.approx(float(theirs.var()), abs=0.02)
 
@@ -48,7 +47,6 @@ def test_mean_and_variance_are_torch_s(function: Callable[..., Tensor], value: f
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 def test_dropout_keeps_or_zeroes_as_torch_does(p: float):
     values = in_replica(F.dropout, torch.ones(MANY), p, True)
-
     assert {round(value, 6) for value in values.unique().tolist()} <= {0.0, round(1 / max(1 - p, 1e-9), 6)}
     assert float((values == 0).float().mean()) == pytest.approx(p, abs=0.01)
 
@@ -76,7 +74,6 @@ def test_outside_training_nothing_is_drawn(call: Callable[[], Tensor]):
     before = generator.get_state()
     with ReplicaRng(generator), in_context(_Here()):
         output = call()
-
     assert torch.equal(output, torch.ones(3))
     assert torch.equal(generator.get_state(), before)
 
@@ -106,9 +103,7 @@ def test_attention_is_torch_s(name: str, groups: int):
     options: dict[str, Any] = dict(MASKS[name], enable_gqa=groups > 1)
     if options.get("attn_mask") is not None and options["attn_mask"].is_floating_point():
         options["attn_mask"] = options["attn_mask"].double()
-
     ours = in_replica(F.scaled_dot_product_attention, query, key, value, dropout_p=1e-12, **options)
-
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, **options))
 
 
@@ -119,6 +114,5 @@ def test_attention_weights_are_dropped_and_scaled():
     output = ops.attention(
         generator, torch.zeros(1, 1, 4), torch.zeros(1, keys, 4), torch.ones(1, keys, 1), dropout_p=0.4
     )
-
     assert float(output) == pytest.approx(1.0, abs=5 * math.sqrt(0.4 / 0.6 / keys))
     assert float(output) != 1.0

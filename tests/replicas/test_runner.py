@@ -81,7 +81,6 @@ def test_each_replica_has_its_share_and_the_caller_keeps_its_own(make_strategy: 
     strategy = make_strategy(2)
     counts: list[int] = []
     strategy.run(lambda: counts.append(torch.get_num_threads()))
-
     assert counts == [max(1, mine // 2)] * 2
     assert torch.get_num_threads() == mine
 
@@ -140,10 +139,8 @@ def test_any_exception_passes(kind: type[BaseException], make_strategy: MakeStra
 def test_a_replica_in_an_endless_loop_does_not_keep_a_failed_run(two_cores: None, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     began = time.monotonic()
-
     with pytest.raises(ValueError, match="replica 0 has failed"):
         strategy.run(FailsWhileOthersLoop(threading.Semaphore(0), others=1))
-
     assert time.monotonic() - began < SOON_S
     assert all_are_there(strategy)
 
@@ -246,7 +243,6 @@ def test_a_closed_strategy_says_so(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     strategy.close()
     strategy.close()
-
     with pytest.raises(UsageError, match="the strategy has been closed"):
         strategy.run(lambda: None)
 
@@ -276,5 +272,4 @@ def test_a_run_keeps_neither_arguments_nor_results(make_strategy: MakeStrategy):
     watched = [weakref.ref(given), weakref.ref(returned[0])]
     del given, returned
     strategy.run(lambda: None)
-
     assert [reference() for reference in watched] == [None, None]

@@ -65,7 +65,6 @@ def test_what_is_found_fails_the_test_that_did_it():
     machine = stand_in_gpus((64,))
     _, driver = machine.__enter__()
     driver.faults.append("something")
-
     with pytest.raises(AssertionError, match="something"):
         machine.__exit__(None, None, None)
 

@@ -58,7 +58,6 @@ def test_run_returns_the_structure_with_per_replica_leaves(make_strategy: MakeSt
 def test_one_replica_s_results_come_back_bare(make_strategy: MakeStrategy):
     strategy = make_strategy(1)
     result = strategy.run(lambda x: {"doubled": 2 * x}, (PerReplica([torch.tensor(3)]),))
-
     assert int(result["doubled"]) == 6
     assert int(strategy.reduce("sum", result["doubled"])) == 6
     assert len(strategy.local_results(result["doubled"])) == 1
@@ -66,7 +65,6 @@ def test_one_replica_s_results_come_back_bare(make_strategy: MakeStrategy):
 
 def test_args_may_be_a_list_and_may_be_left_out(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
-
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda a: a, ["given"]) == "given"
     assert strategy.run(lambda *, a: a, kwargs={"a": "named"}) == "named"
@@ -87,7 +85,6 @@ def test_a_per_replica_of_another_strategy_is_refused(make_strategy: MakeStrateg
 def test_reduce_looks_into_structures(op: Any, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     value = {"a": PerReplica([torch.tensor(1.0), torch.tensor(2.0)]), "b": [PerReplica([1, 2]), 5]}
-
     assert strategy.reduce(op, value) == {"a": 3.0, "b": [3, 10]}  # a plain value counts once per replica
 
 
@@ -118,9 +115,7 @@ def test_gather_and_local_results(make_strategy: MakeStrategy):
 def test_a_dataset_through_the_strategy(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     dataset = strategy.distribute_dataset([torch.arange(4), torch.arange(4, 8)])
-
     rounds = [[shard.tolist() for shard in batch] for batch in dataset]
-
     assert rounds == [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]
     lengths = [strategy.run(len, (batch,)) for batch in dataset]
     assert [list(strategy.local_results(length)) for length in lengths] == [[2, 1, 1]] * 2
@@ -143,6 +138,5 @@ def test_a_dataset_of_per_replica_batches(make_strategy: MakeStrategy):
 
 def test_running_inside_a_replica_of_another_strategy_is_refused(make_strategy: MakeStrategy):
     first, second = make_strategy(2), make_strategy(2)
-
     with pytest.raises(UsageError, match="run is for all replicas together and was called inside one"):
         first.run(lambda: second.run(lambda: None))

@@ -135,5 +135,4 @@ def test_its_optimizers_make_no_update(fresh_devices: Any, name: str, train: Cal
         before = module.module.weight.detach().clone()
         with pytest.raises(ls.errors.UsageError, match=r"update of an optimizer .* in an evaluator.*strategy\.task"):
             train(strategy, module, optimizer)
-
         assert torch.equal(module.module.weight, before)

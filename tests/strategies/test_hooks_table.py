@@ -96,7 +96,6 @@ def test_a_divided_model_of_one_process(program: Any, by_layout: Any):
 )
 def test_layouts_of_two_workers(program: Any, by_layout: Any, layouts: tuple[str, ...]):
     found = ls.launch(program.run_jobs, workers=2, args=(layouts,), timeout_s=LIMIT_S)
-
     for layout in layouts:
         seen = {
             kind: {cell for cell in cells if cell not in ("0", "0, warned")} for kind, cells in found[layout].items()

@@ -21,7 +21,6 @@ SHARDS = PerReplica([LOSSES[:2], LOSSES[2:4], LOSSES[4:], LOSSES[:0]])
 def test_the_parts_add_up_to_the_average_of_the_global_batch(size: int | None, make_strategy: MakeStrategy):
     strategy = make_strategy(4)
     parts = strategy.run(compute_average_loss, (SHARDS,), {"global_batch_size": size})
-
     assert [float(part) for part in parts] == pytest.approx([3 / 5, 7 / 5, 5 / 5, 0.0])
     assert float(strategy.reduce("sum", parts)) == pytest.approx(float(LOSSES.mean()))
 
@@ -29,7 +28,6 @@ def test_the_parts_add_up_to_the_average_of_the_global_batch(size: int | None, m
 @pytest.mark.parametrize("weight", [torch.tensor([1.0, 0.0]), torch.tensor([[1.0], [0.0]])])
 def test_weights_multiply_and_the_divisor_stays_the_number_of_examples(weight: Tensor):
     losses = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
-
     assert float(compute_average_loss(losses, sample_weight=weight)) == pytest.approx(2.0)
     assert float(compute_average_loss(losses, sample_weight=weight, global_batch_size=8)) == pytest.approx(0.5)
 
@@ -77,9 +75,7 @@ def test_outside_a_scope_it_is_one_device():
 @pytest.mark.parametrize("number", [0, 6.0])
 def test_a_number_is_a_regularization_loss_too(number: float, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
-
     parts = strategy.run(scale_regularization_loss, (number,))
-
     assert [part.item() for part in parts] == [number / 2] * 2
 
 
@@ -104,7 +100,6 @@ def test_losses_that_cannot_be_averaged(call: Callable[[], Any], message: str):
 def test_the_regularisation_counts_once(make_strategy: MakeStrategy):
     strategy = make_strategy(4)
     parts = strategy.run(scale_regularization_loss, (torch.tensor([2.0, 4.0]),))
-
     assert [float(part) for part in parts] == [1.5] * 4
     assert float(strategy.reduce("sum", parts)) == 6.0
 

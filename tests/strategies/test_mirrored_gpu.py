@@ -71,10 +71,8 @@ def plain_loop(module: nn.Module) -> None:
 def test_four_shares_train_as_one_device(four: ls.MirroredStrategy):
     module = network()
     alone = copy.deepcopy(module)
-
     fit(four, module)
     plain_loop(alone)
-
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -82,9 +80,7 @@ def test_four_shares_train_as_one_device(four: ls.MirroredStrategy):
 def test_every_share_holds_its_own_weights_and_they_stay_equal(four: ls.MirroredStrategy):
     module = network()
     mirrored = four.mirror(module)
-
     fit(four, module)
-
     for copies in zip(*(duplicate.parameters() for duplicate in mirrored.copies), strict=True):
         assert len({own.data_ptr() for own in copies}) == 4
         assert all(torch.equal(own, copies[0]) for own in copies)
@@ -93,7 +89,6 @@ def test_every_share_holds_its_own_weights_and_they_stay_equal(four: ls.Mirrored
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_stays_near_full_precision(four: ls.MirroredStrategy, precision: str):
     full, mixed = fit(four, network()), fit(four, network(), precision)
-
     assert mixed[-1] < mixed[0]
     assert mixed[0] == pytest.approx(full[0], rel=0.05)
 
@@ -149,7 +144,6 @@ def test_weights_that_are_on_the_gpu_already_are_counted_too(four: ls.MirroredSt
     module = nn.Linear(1024, 1024).to("cuda")
     before = in_use(four)
     four.mirror(module)
-
     size = 4 * (1024 * 1024 + 1024)
     assert all(size <= now - then <= size + MB for now, then in zip(in_use(four), before, strict=True))
 

@@ -42,7 +42,6 @@ def test_fit_is_the_loop_on_one_device(
 
 def test_callbacks_hear_the_loss_and_metrics_of_all_workers(result: dict[str, Any]):
     last = result["fit"]["batches"][-1]
-
     assert last["loss"] == pytest.approx(result["fit"]["history"]["loss"][-1])
     assert last["f1"] == pytest.approx(result["fit"]["history"]["f1"][-1])
 
@@ -53,7 +52,6 @@ def test_evaluate_counts_every_example_once(result: dict[str, Any], program: Any
     expected = {"loss": ((program.per_example(one_device.module(x), y) * weight).sum() / len(x)).item()}
     for name, metric in program.metrics().items():
         expected[name] = metric(one_device.module(x), y).item()
-
     assert_close(result["fit"]["evaluate"], expected)
 
 

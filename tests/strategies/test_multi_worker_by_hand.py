@@ -25,14 +25,12 @@ def one_device(program: Any, name: str, *, norm: bool = False, **how: Any) -> or
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_loop_on_workers_is_the_loop_on_one_device(result: dict[str, Any], program: Any, name: str):
     expected = one_device(program, name)
-
     assert_close(result[name][1], expected.losses)
     assert_close(result[name][0], expected.module)
 
 
 def test_synchronised_batch_norm_is_that_of_one_device(result: dict[str, Any], program: Any):
     expected = one_device(program, "sgd", norm=True)
-
     assert_close(result["sync batch norm"][1], expected.losses)
     assert_close(result["sync batch norm"][0], expected.module)
 
@@ -46,7 +44,6 @@ def test_gradients_that_are_added_up_by_hand_are_exchanged_whole(result: dict[st
 
 def test_gradients_clipped_in_the_step_are_those_of_one_device(result: dict[str, Any], program: Any):
     expected = one_device(program, "sgd", clip_norm=0.1)
-
     assert_close(result["clipped in the step"][1], expected.norms)
     assert_close(result["clipped in the step"][0], expected.module)
 
@@ -81,7 +78,6 @@ def test_collectives_reach_all_replicas(result: dict[str, Any]):
 
 def test_variables_are_reduced_over_all_replicas_and_begin_with_the_chief_s_value(result: dict[str, Any]):
     total = result["replicas"] * (result["replicas"] - 1) / 2
-
     found = {"summed": total, "first": 5, "counter": total, "own": 3, "reduced": total, "assigned": 13}
     assert result["variables"] == found
 
@@ -89,7 +85,6 @@ def test_variables_are_reduced_over_all_replicas_and_begin_with_the_chief_s_valu
 def test_metrics_are_of_the_rows_of_all_replicas(result: dict[str, Any]):
     rows = [float(number) for number in range(result["replicas"]) for _ in range(number)]
     expected = sum(row**2 for row in rows) / len(rows)
-
     assert result["metrics"]["values"] == rows
     assert [*result["metrics"]["inside"], result["metrics"]["error"]] == pytest.approx([expected] * 2)
 
@@ -100,5 +95,4 @@ def test_all_workers_have_the_same_bits(result: dict[str, Any]):
 
 def test_the_same_layout_again_gives_the_same_bits_dropout_included(run_layout: Any, program: Any):
     first, again = run_layout("2 workers x 2"), run_layout.__wrapped__("2 workers x 2")
-
     assert program.digest(first) == program.digest(again)

@@ -197,7 +197,6 @@ def on_one_device(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor]
 
 def test_workers_of_two_replicas_and_of_one_train_like_one_device(result: dict[str, Any]):
     weights, losses = on_one_device()
-
     torch.testing.assert_close(result["uneven"][1], losses, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(result["uneven"][0], weights, rtol=1e-9, atol=1e-9)
 
@@ -210,14 +209,12 @@ def test_workers_of_two_replicas_and_of_one_evaluate_and_predict_like_one_device
     logs, outputs = result["uneven evaluate"]
     x, y = torch.cat([x for x, _ in batches()]), torch.cat([y for _, y in batches()])
     expected = net()(x).detach()
-
     torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-9)
     assert logs["loss"] == pytest.approx(F.cross_entropy(expected, y).item(), abs=1e-9)
 
 
 def test_bf16_is_close_to_what_is_sent_as_it_is_and_rounds_nothing_but_floats_of_single_precision(result):
     values = Both.VALUES
-
     torch.testing.assert_close(result["plain"]["narrow"], 3 * values)
     torch.testing.assert_close(result["bf16"]["narrow"], 3 * values, rtol=2**-7, atol=0)
     assert not torch.allclose(result["bf16"]["narrow"], 3 * values, rtol=2**-14)
@@ -227,7 +224,6 @@ def test_bf16_is_close_to_what_is_sent_as_it_is_and_rounds_nothing_but_floats_of
 
 def test_bf16_trains_nearly_the_same_and_leaves_the_same_bits_on_all_workers(result: dict[str, Any]):
     weights, losses = on_one_device(torch.float32)
-
     assert result["bf16 alike"]
     torch.testing.assert_close(result["bf16 loop"][1], losses, rtol=0.02, atol=0.02)
     assert any(not torch.equal(result["bf16 loop"][0][name], weight) for name, weight in weights.items())
@@ -239,7 +235,6 @@ def test_every_worker_s_function_gives_its_own_replicas_their_batches(result: di
 
 def test_sparse_gradients_are_refused_in_one_line(result: dict[str, Any]):
     said = "a parameter of shape (5, 2) has a sparse gradient, and gradients travel dense between workers; make its"
-
     assert said in result["sparse"]
     assert result["sparse"].startswith(("UsageError", "ClusterError"))  # its own, or that of the other worker
 

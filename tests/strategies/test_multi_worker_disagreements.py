@@ -262,7 +262,6 @@ OTHER_DATA = r"CollectiveError: {1} .* other data, .* weights, optimizer setting
 )
 def test_workers_that_part_ways_are_named(start_job: Any, function: Callable[[int], None], error: str):
     job = start_job(function, "index")
-
     for worker in job:
         assert worker.end() == 1
         assert re.search(error.format(*NAMES), worker.error), worker.error

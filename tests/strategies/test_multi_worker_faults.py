@@ -188,10 +188,8 @@ def lost(worker: int, doing: str) -> str:
 def test_a_worker_that_is_killed_in_mid_step_is_named(start_job: Any, worker: int, loop: Loop, doing: str):
     job = start_job(loop, worker, "step", "waits")
     job[worker].wait_for("waits")
-
     since = time.monotonic()
     job[worker].send(signal.SIGKILL)
-
     assert_ends(job[1 - worker], lost(worker, doing), since=since)
 
 
@@ -200,10 +198,8 @@ def test_a_worker_that_is_killed_in_mid_step_is_named(start_job: Any, worker: in
 def test_a_worker_that_is_stopped_is_named_and_ends_itself_when_it_goes_on(start_job: Any, worker: int, loop: Loop):
     job = start_job(loop, worker, "step", "waits")
     job[worker].wait_for("waits")
-
     since = time.monotonic()
     job[worker].send(signal.SIGSTOP)
-
     assert_ends(job[1 - worker], lost(worker, ""), since=since)
     job[worker].send(signal.SIGCONT)
     assert job[worker].end() == 1
@@ -214,10 +210,8 @@ def test_a_worker_that_is_stopped_is_named_and_ends_itself_when_it_goes_on(start
 def test_ctrl_c_in_one_worker_ends_the_other(start_job: Any, worker: int, loop: Loop, doing: str):
     job = start_job(loop, worker, "step", "waits")
     job[worker].wait_for("waits")
-
     since = time.monotonic()
     job[worker].send(signal.SIGINT)
-
     error = rf"ClusterError: {name(worker)} was interrupted \(Ctrl-C\); it was in {doing}"
     assert_ends(job[1 - worker], error, since=since)
     assert job[worker].end() == -signal.SIGINT
@@ -243,7 +237,6 @@ def test_an_exception_in_one_worker_is_the_other_s_error(
     start_job: Any, loop: Loop, place: str, worker: int, kind: str
 ):
     job = start_job(loop, worker, place, "raises")
-
     assert job[worker].end() == 1
     assert re.search("(ValueError|CallbackError): ", job[worker].error)
     assert_ends(job[1 - worker], f"ClusterError: {name(worker)} failed with {kind}.*; it was in ")
@@ -255,14 +248,12 @@ def test_the_others_hear_of_an_exception_before_all_replicas_have_stopped(start_
     job = start_job(own_loop, 1, "step", "raises beside")
     job[1].wait_for("in trouble")
     since = time.monotonic()
-
     assert_ends(job[0], f"ClusterError: {name(1)} failed with ValueError: no such picture", since=since)
 
 
 @pytest.mark.parametrize(("loop", "place", "worker"), [(own_loop, "loop", 0), (fit, "callback", 1)])
 def test_a_worker_that_exits_in_mid_training_is_named(start_job: Any, loop: Loop, place: str, worker: int):
     job = start_job(loop, worker, place, "exits")
-
     assert job[worker].end() == 0
     early = rf"{name(worker)} has ended while {name(1 - worker)} still waits for it .*last status: .*; every"
     assert_ends(job[1 - worker], early)
@@ -271,7 +262,6 @@ def test_a_worker_that_exits_in_mid_training_is_named(start_job: Any, loop: Loop
 @pytest.mark.slow
 def test_the_exit_of_a_replica_is_the_exit_of_its_worker(start_job: Any):
     job = start_job(own_loop, 1, "step", "exits")
-
     assert job[1].end() == 0
     assert_ends(job[0], rf"ClusterError: {name(1)} ended itself with exit code 0; it was in {IN_STEP}")
 
@@ -281,10 +271,8 @@ def test_the_exit_of_a_replica_is_the_exit_of_its_worker(start_job: Any):
 def test_every_other_worker_of_three_names_the_same_one(start_job: Any, worker: int, number: signal.Signals):
     job = start_job(fit, worker, "step", "waits", workers=3)
     job[worker].wait_for("waits")
-
     since = time.monotonic()
     job[worker].send(number)
-
     for other in {0, 1, 2} - {worker}:
         assert_ends(job[other], lost(worker, ""), since=since)
 
@@ -323,9 +311,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: StartByHand):
     chief, other = start_by_hand("own_loop(0, 'step', 'waits')")
     wait_for(chief, "waits")
-
     chief.kill()
-
     _, errors = other.communicate(timeout=60)
     assert other.returncode == 1
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
@@ -335,10 +321,8 @@ def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: St
 def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_by_hand: StartByHand):
     chief, other = start_by_hand("own_loop(0, 'loop', 'waits for a line')")
     wait_for(chief, "waits")
-
     other.kill()
     other.communicate()
-
     _, errors = chief.communicate("\n", timeout=60)
     assert chief.returncode == 1
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
@@ -377,8 +361,6 @@ def test_an_interpreter_that_ends_while_a_connection_breaks_is_not_aborted(start
     job = start_by_hand(f"{SAYS_THAT_THE_INTERPRETER_ENDS}own_loop(1, 'loop', 'exits')")
     for each in job:
         wait_for(each, "the interpreter ends")
-
     job[1].communicate(timeout=60)  # which ends it
     _, errors = job[0].communicate(timeout=60)
-
     assert job[0].returncode == 1, errors

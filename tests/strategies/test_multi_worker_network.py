@@ -209,7 +209,6 @@ def assert_ends(worker: Any, *errors: str, since: float, found_after_s: float = 
 
 def test_hosts_may_start_in_any_order(start: Any):
     job = start(4, SMALL, hosts=3, order=(2, 0, 1))
-
     assert [worker.end() for worker in job] == [0, 0, 0], [worker.errors for worker in job]
     assert len({worker.output.partition("weights ")[2] for worker in job}) == 1
 
@@ -217,7 +216,6 @@ def test_hosts_may_start_in_any_order(start: Any):
 @pytest.mark.parametrize(("missing", "there"), [(0, (1, 2)), (1, (0, 2))])
 def test_a_host_that_does_not_come_is_named(start: Any, missing: int, there: tuple[int, ...]):
     job = start(4, SMALL, hosts=3, order=there, timeout_s=4)
-
     for worker in job:
         worker.wait_for(f"waits for worker {missing} ({HOSTS[missing]}:")
         assert worker.end() == 1
@@ -232,9 +230,7 @@ def test_a_host_whose_link_is_cut_is_named_and_names_the_others(
     job = start(FOR_EVER, SMALL, hosts=hosts)
     job[far].wait_for("step 5\n")
     since = time.monotonic()
-
     getattr(network, cut)(far)
-
     others = set(range(hosts)) - {far}
     for other in others:
         assert_ends(job[other], f"{name(far)}.* is lost: .*last status: ", since=since)
@@ -246,9 +242,7 @@ def test_two_hosts_that_reach_the_chief_but_not_each_other_are_named(start: Any,
     job = start(FOR_EVER, width, hosts=3)
     job[0].wait_for("step 5\n")
     since = time.monotonic()
-
     network.separate(1, 2)
-
     pairs = [f"{name(one)} and {name(other)} can no longer reach each other" for one, other in ((1, 2), (2, 1))]
     for worker in job:
         assert_ends(worker, *pairs, since=since)
@@ -274,7 +268,6 @@ def test_a_slow_link_makes_the_run_slower_and_nothing_else(start: Any, network: 
 def test_a_transfer_that_takes_longer_than_silence_may_is_no_loss(start: Any, network: Network):
     network.slow_down(1, 20)
     job = start(1, LARGE, lost_after_s=1.0, bucket_mb=64)
-
     assert [worker.end() for worker in job] == [0, 0], [worker.errors for worker in job]
     job[0].wait_for("took ")
     assert float(job[0].wait_for("\n")) > 1.0
@@ -283,7 +276,6 @@ def test_a_transfer_that_takes_longer_than_silence_may_is_no_loss(start: Any, ne
 def test_nobody_listens_on_all_addresses(start: Any):
     job = start(FOR_EVER, SMALL)
     job[0].wait_for("step 5\n")
-
     for worker, host in zip(job, HOSTS, strict=False):
         assert listening(worker.pid) == {host}
 

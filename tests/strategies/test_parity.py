@@ -109,7 +109,6 @@ def test_averaging_means_would_be_seen(replicas: int):
     with torch.no_grad():
         whole = F.cross_entropy(module(x), y)
         means = [F.cross_entropy(module(a), b) for a, b in shards]
-
     assert abs(float(torch.stack(means).mean() - whole)) > 1e-3
 
 
@@ -134,7 +133,6 @@ def trained(strategy: MirroredStrategy) -> tuple[dict[str, Tensor], list[PerRepl
 def test_the_same_program_is_bit_equal_and_another_seed_is_not(replicas: int, make_strategy: MakeStrategy):
     # Thirty steps: the issue policy tries replicas in parallel and one after another, and settles, as it goes.
     (first, masks), (again, _), (other, _) = (trained(make_strategy(replicas, seed=seed)) for seed in (5, 5, 6))
-
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     assert any(not torch.equal(step[0], step[1]) for step in masks)

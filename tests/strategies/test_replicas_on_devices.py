@@ -108,7 +108,6 @@ def by_hand(module: nn.Module) -> list[float]:
 def test_the_bits_are_those_of_a_loop_by_hand(make: Callable[..., ls.MirroredStrategy]):
     expected = network()
     expected_losses = by_hand(expected)
-
     for devices in (1, 3):
         module = network()
         _, losses = own_loop(make(devices), module)
@@ -118,7 +117,6 @@ def test_the_bits_are_those_of_a_loop_by_hand(make: Callable[..., ls.MirroredStr
 
 def test_an_own_loop_has_the_same_bits_on_any_devices(make: Callable[..., ls.MirroredStrategy]):
     found = {own_loop(make(devices), network(dropout=0.3, norm=True))[0] for devices in (1, 2, 3, 4)}
-
     assert len(found) == 1
     assert own_loop(make(2, replicas=6), network(dropout=0.3, norm=True))[0] not in found
 
@@ -143,16 +141,13 @@ def test_sums_in_replicas_are_in_the_order_of_the_tree(make: Callable[..., ls.Mi
     expected = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     assert expected != sum(values[1:], values[0])
     strategy = make(2)
-
     inside = strategy.run(lambda x: ls.get_replica_context().all_reduce("sum", x), (ls.PerReplica(values),))
-
     assert all(each == expected for each in strategy.local_results(inside))
     assert strategy.reduce("sum", ls.PerReplica(values)) == expected
 
 
 def test_more_devices_than_replicas_leave_the_last_ones_idle(make: Callable[..., ls.MirroredStrategy]):
     strategy = make(3, replicas=2)
-
     assert [device.name for device in strategy.devices] == ["cpu:0", "cpu:1"]
     assert repr(make(2, replicas=5)) == "MirroredStrategy([cpu:0, cpu:1], 5 replicas)"
 
@@ -170,7 +165,6 @@ def test_gradients_that_memory_cannot_hold_are_refused_before_the_first_step(
     strategy = make(2, replicas=6)
     mirrored = strategy.mirror(module)
     monkeypatch.setattr("lockstep.mirroring.registry.available_mb", lambda: 23.0)
-
     with pytest.raises(ConfigError, match=r"6 replicas.* 23 MB"):
         strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
 
@@ -211,7 +205,6 @@ def test_blocks_of_workers_follow_their_devices_and_none_is_empty(
     devices: list[int], replicas: int, expected: tuple[int, ...]
 ):
     found = replicas_of_workers(devices, [replicas] * len(devices))
-
     assert found == expected
     assert sum(found) == replicas or not replicas
 

@@ -68,7 +68,6 @@ def test_threads_enter_the_object_of_a_scope_each_for_itself(make_strategy: Make
 def test_a_scope_inside_a_replica_is_refused(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     scope = strategy.scope()
-
     with pytest.raises(UsageError, match=r"outside strategy\.run"):
         strategy.run(scope.__enter__)
     with pytest.raises(UsageError, match=r"outside strategy\.run"):
@@ -99,7 +98,6 @@ def test_a_scope_belongs_to_its_thread(make_strategy: MakeStrategy):
         thread = threading.Thread(target=lambda: seen.append(has_strategy()))
         thread.start()
         thread.join(10)
-
     assert seen == [False]
 
 
@@ -141,7 +139,6 @@ def test_devices_that_cannot_be_used(devices: list[str], message: str, split_cpu
 def test_all_devices_by_default_and_picked_ones_in_the_order_given(split_cpu: Callable[[int], object]):
     split_cpu(3)
     everything, picked = MirroredStrategy(), MirroredStrategy(["cpu:2", "/cpu:0"])
-
     assert [device.name for device in everything.devices] == ["cpu:0", "cpu:1", "cpu:2"]
     assert repr(picked) == "MirroredStrategy([cpu:2, cpu:0])"
     assert picked.num_replicas_in_sync == 2

@@ -121,7 +121,6 @@ def said(strategy: ls.Strategy, step: Callable[..., Any]) -> list[list[str]]:
 @pytest.mark.parametrize("step", SAME)
 def test_the_same_numbers_in_all_replicas_are_said_once(make_strategy: MakeStrategy, step: Callable[..., Any]):
     (first,), *later = said(make_strategy(2), step)
-
     assert "same random numbers" in first
     assert f"in {step.__name__}" in first
     assert "replica_id_in_sync_group" in first
@@ -215,7 +214,6 @@ def seeding_workers(index: int) -> None:
 def test_workers_that_seed_alike_say_so(start_job: Any):
     job = start_job(seeding_workers, "index")
     assert [worker.end() for worker in job] == [0, 0], [worker.errors for worker in job]
-
     for worker in job:
         alike, by_worker = worker.output.splitlines()
         assert alike.count("same random numbers in several replicas") == 1

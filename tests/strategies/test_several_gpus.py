@@ -68,7 +68,6 @@ def test_parallel_alone_on_one_gpu(fresh_devices: DeviceRegistry):
         assert strategy.devices[0].name == "gpu:0"
         found = fit(strategy, module)
         assert all(parameter.is_cuda for parameter in module.parameters())
-
     compare(found)
 
 
@@ -87,7 +86,6 @@ def divided(dropout: float) -> dict[str, Any]:
 def test_tensor_ranks_on_two_gpus():
     pytest.importorskip("cloudpickle")
     found = ls.launch(divided, workers=2, args=(0.0,), timeout_s=LIMIT_S)
-
     assert found["own"] == (0, 1)  # each worker sees its own alone
     compare(found["weights"])
 
@@ -96,7 +94,6 @@ def test_tensor_ranks_on_two_gpus():
 def test_dropout_on_two_gpus_is_bit_equal_again():
     pytest.importorskip("cloudpickle")
     first, second = (ls.launch(divided, workers=2, args=(0.5,), timeout_s=LIMIT_S)["weights"] for _ in range(2))
-
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -110,7 +107,6 @@ def many_workers() -> dict[str, Tensor]:
 @TWO
 def test_two_workers_with_a_gpu_each():
     pytest.importorskip("cloudpickle")
-
     compare(ls.launch(many_workers, workers=2, timeout_s=LIMIT_S))
 
 

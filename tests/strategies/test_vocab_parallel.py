@@ -192,7 +192,6 @@ def test_a_use_of_divided_scores_gives_what_it_gives_of_whole_ones(found: dict[A
     scores, targets = example(WORDS[size])
     expected, _ = looked_at({**ON_PARTS, **GATHERED}[name], scores, targets)
     result, error, gradient, _ = found[name, size]
-
     assert error == ""
     torch.testing.assert_close(result, expected, rtol=1e-6 if name == "module" else 1e-12, atol=1e-12, equal_nan=True)
     zero = torch.zeros_like(scores)

@@ -39,13 +39,11 @@ def taken(monkeypatch: pytest.MonkeyPatch, cluster: ls.ClusterSpec | None = TWO,
 )
 def test_the_part_of_a_worker_that_sees_all_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, expected: list[str]):
     machine(monkeypatch, gpus)
-
     assert taken(monkeypatch) == expected
 
 
 def test_a_worker_of_lockstep_run_and_a_lone_process_take_all_that_they_see(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, 2)
-
     assert taken(monkeypatch, LOCAL_RANK="0", LOCKSTEP_OWN_GPUS="1") == ["gpu:0", "gpu:1"]
     assert taken(monkeypatch, None) == ["gpu:0", "gpu:1"]
 
@@ -53,13 +51,11 @@ def test_a_worker_of_lockstep_run_and_a_lone_process_take_all_that_they_see(monk
 def test_a_divided_gpu_is_taken_in_all_its_shares(monkeypatch: pytest.MonkeyPatch):
     registry = machine(monkeypatch, 2)
     registry.configure(registry.physical_devices("GPU")[1], [LogicalDeviceConfiguration(memory_limit=1024)] * 2)
-
     assert taken(monkeypatch) == ["gpu:1", "gpu:2"]
 
 
 def test_variables_without_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, 0)
-
     assert taken(monkeypatch, LOCAL_RANK="none") == ["cpu:0"]
 
 
@@ -87,7 +83,6 @@ def test_workers_of_a_divided_model_have_a_gpu_each_or_none():
 def test_others_are_refused_in_one_line(gpus: tuple[int, ...], said: str):
     with pytest.raises(ClusterError, match=said) as caught:
         check_gpus(NAMES, gpus)
-
     assert "\n" not in str(caught.value)
 
 
@@ -104,5 +99,4 @@ def on_one_gpu(told: str) -> str:
 @pytest.mark.workers
 def test_two_workers_on_one_gpu_learn_of_it_before_nccl_does():
     said = ls.launch(on_one_gpu, workers=2, args=("nothing was refused",), timeout_s=100)
-
     assert said.startswith("2 workers have 1 GPU")
