@@ -222,23 +222,36 @@ def _starter(start_worker: StartWorker, free_ports: FreePorts, path: Path, stack
     return start
 
 
-@pytest.fixture(scope="session")
-def program() -> Any:
-    """What ``programs/multi_worker.py`` defines."""
-    return SimpleNamespace(**runpy.run_path(str(COMPUTING), run_name="multi_worker"))
+def load(path: Path) -> Any:
+    """What a program defines; of a module that no worker can import, so that functions travel by value."""
+    return SimpleNamespace(**runpy.run_path(str(path), run_name=f"program_{path.stem}"))
+
+
+@pytest.fixture(scope="module")
+def program(request: pytest.FixtureRequest) -> Any:
+    """What the file's ``PROGRAM`` defines, by default ``programs/multi_worker.py``."""
+    return load(getattr(request.module, "PROGRAM", COMPUTING))
+
+
+@pytest.fixture(scope="module")
+def one_device(program: Any) -> Callable[..., Any]:
+    """The program's ``one_device``, which computes everything once."""
+    return cache(program.one_device)
 
 
 @pytest.fixture(scope="session")
-def run_layout(program: Any) -> Callable[[str], dict[str, Any]]:
+def run_layout() -> Callable[[str], dict[str, Any]]:
     """``run_layout("2 workers x 2")``: what the program's job computes on its chief, launched once a layout.
 
     The files that look at it stand side by side, so that one process of many usually has the tests of both.
     """
 
+    run_job = load(COMPUTING).run_job
+
     @cache
     def run(layout: str) -> dict[str, Any]:
         workers, replicas = LAYOUTS[layout]
-        return ls.launch(program.run_job, workers=workers, args=(replicas,), timeout_s=250)
+        return ls.launch(run_job, workers=workers, args=(replicas,), timeout_s=250)
 
     return run
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,11 +47,6 @@ def tables(page: str) -> Iterator[dict[str, dict[str, str]]]:
         if block.startswith("|"):
             head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
             yield {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
-
-
-@pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="hooks"))
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,9 @@ Each number of workers is launched once, and makes one grid after another; the t
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,11 +49,6 @@ QUICK = {"bert-tensor2", "gpt2-tensor2", "bert-pipeline2", "gpt2-pipeline2", "be
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel"))
-
-
-@pytest.fixture(scope="module")
 def run(program: Any) -> Callable[[str], list[dict[str, Any]]]:
     """What the grids of a launch compute; launched once."""
 
@@ -66,11 +59,6 @@ def run(program: Any) -> Callable[[str], list[dict[str, Any]]]:
         return ls.launch(program.run_jobs, workers=workers, args=(experiments, dropout), timeout_s=LIMIT_S)
 
     return launched
-
-
-@pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str, int], dict[str, Any]]:
-    return cache(program.one_device)
 
 
 @pytest.fixture(params=partly_slow(IDS, *(set(IDS) - QUICK)))
@@ -89,7 +77,6 @@ def close(found: Any, expected: Any, tolerance: float = 1e-10) -> bool:
 
 def test_losses_and_metrics_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str, Any]]):
     found, expected = pair
-
     assert close(found["history"]["loss"], expected["loss"])
     assert close(found["history"]["accuracy"], expected["accuracy"], 1e-6)  # torchmetrics divides in float32
     assert close(found["evaluate"]["loss"], expected["evaluate"])
@@ -98,7 +85,6 @@ def test_losses_and_metrics_are_those_of_one_device(pair: tuple[dict[str, Any], 
 
 def test_weights_after_several_updates_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str, Any]]):
     found, expected = pair
-
     assert list(found["weights"]) == list(expected["weights"])
     off = [name for name, value in expected["weights"].items() if not close(found["weights"][name], value)]
     assert off == []
@@ -106,7 +92,6 @@ def test_weights_after_several_updates_are_those_of_one_device(pair: tuple[dict[
 
 def test_gradients_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str, Any]]):
     found, expected = pair
-
     assert max(float(value.abs().max()) for value in expected["gradients"].values()) > 1e-2
     off = [name for name, value in expected["gradients"].items() if not close(found["gradients"][name], value)]
     assert off == []
@@ -114,13 +99,11 @@ def test_gradients_are_those_of_one_device(pair: tuple[dict[str, Any], dict[str,
 
 def test_predictions_are_in_the_order_of_the_data(pair: tuple[dict[str, Any], dict[str, Any]]):
     found, expected = pair
-
     assert close(found["predict"], expected["predict"])
 
 
 def test_weights_that_were_loaded_are_the_weights(pair: tuple[dict[str, Any], dict[str, Any]]):
     found, _ = pair
-
     assert all(torch.equal(found["doubled"][name], value * 2) for name, value in found["weights"].items())
 
 
@@ -137,7 +120,6 @@ def test_a_worker_holds_a_part_only(run: Callable[[str], Any], one_device: Calla
     size = one_device("gpt2", 2)["size"]
     launch, number = IDS["gpt2-pipeline2-tensor2"]
     four, eight = run(launch)[number], run("eight")[1]
-
     assert four["held"] < 0.4 * size  # a quarter, and what tensor ranks all hold
     assert eight["held"] == four["held"]
     assert eight["replicas"] == 2
@@ -154,7 +136,6 @@ def dropped(run: Callable[[str], Any]) -> Any:
 @pytest.mark.parametrize("first", [0, 2])
 def test_dropout_on_the_same_grid_twice_gives_the_same_bits(dropped: list[dict[str, Any]], first: int):
     one, other = dropped[first : first + 2]
-
     assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
     assert one["everyones"] == other["everyones"]
 
@@ -167,7 +148,6 @@ def test_tensor_ranks_drop_alike_what_is_whole_and_each_its_own_of_what_is_divid
     dropped: list[dict[str, Any]], run_number: int, pairs: list[tuple[int, int]], apart: list[tuple[int, int]]
 ):
     seen = dropped[run_number]["everyones"]
-
     for one, other in pairs:
         assert seen[one][0] == seen[other][0]  # so that what both hold stays equal
         assert seen[one][1]["whole"] == seen[other][1]["whole"] != []

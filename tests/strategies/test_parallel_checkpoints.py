@@ -33,11 +33,6 @@ STEP, LATER = "step-00000004", "step-00000008"
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints"))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
@@ -101,7 +96,6 @@ def test_gone_on_from_another_layout_the_numbers_are_those_of_one_device(eight: 
 @pytest.mark.slow
 def test_one_device_goes_on_from_a_pipeline(program: Any, folder: Path, four: Any, by_hand: Any):
     found = program.trained("gpt2", str(folder), resumed_from="eight on four")
-
     assert far(found["weights"], by_hand) == []
 
 
@@ -147,7 +141,6 @@ def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four
 def test_statistics_go_back_to_each_replica_and_elsewhere_are_their_mean(folder: Path, four: Any):
     statistics = [ast.literal_eval(each) for each in four["norms"]["statistics"]]
     weights = read_checkpoint(folder / "norms" / "step-00000001").weights["model"]
-
     assert all(before == after for before, after in statistics)
     assert statistics[0] == statistics[1] != statistics[2] == statistics[3]  # tensor ranks are alike
     mean = sum(torch.tensor(statistics[number][0][0], dtype=torch.float64) for number in (0, 2)) / 2
@@ -174,7 +167,6 @@ def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
     files = {path.name[: len("shard-00001")] for path in (folder / "kept" / STEP / "weights").iterdir()}
     sizes = [path.stat().st_size for path in (folder / "kept" / STEP / "weights").glob("shard-0000[1-8]-*")]
     whole = sum(value.nbytes for value in eight["undisturbed"]["weights"].values())
-
     assert files >= {f"shard-0000{number}" for number in range(1, 9)}
     assert max(sizes) < whole / 3
 
@@ -185,7 +177,6 @@ def test_one_file_is_what_from_pretrained_reads(program: Any, folder: Path, eigh
     module = program.build(name)
     module.config.save_pretrained(folder / name)
     loaded = type(module).from_pretrained(folder / name, dtype=torch.float64).eval()
-
     with torch.no_grad():
         logits = loaded(**program.batches()[0][0]).logits
     assert torch.allclose(logits, eight[f"{name} predicted"], rtol=1e-10, atol=1e-10)
@@ -197,7 +188,6 @@ def test_one_file_is_what_from_pretrained_reads(program: Any, folder: Path, eigh
 def test_a_checkpoint_exports_the_file_without_the_model(folder: Path, eight: Any):
     ls.export_weights(folder / "bert on eight", folder / "exported.safetensors")
     saved = load_file(folder / "bert" / "model.safetensors")
-
     assert differing(load_file(folder / "exported.safetensors"), saved) == []
 
 

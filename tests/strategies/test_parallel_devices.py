@@ -75,5 +75,4 @@ def test_what_is_on_the_device_already_is_left_alone():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = {name: value.data_ptr() for name, value in module.state_dict().items()}
     move_to_device(module, torch.device("cpu"))
-
     assert {name: value.data_ptr() for name, value in module.state_dict().items()} == before

@@ -142,14 +142,12 @@ def test_a_model_begins_with_the_same_bits_on_every_layout(
     found: dict[Any, Any], alone: dict[tuple[str, str], dict[str, Tensor]], name: str, layout: str
 ):
     expected = alone[name, layout]
-
     assert list(found[name, layout]) == list(expected)
     assert [key for key, value in expected.items() if not torch.equal(found[name, layout][key], value)] == []
 
 
 def test_models_of_one_strategy_begin_with_different_weights(alone: dict[tuple[str, str], dict[str, Tensor]]):
     first, second = alone["gpt2", "pipeline"], alone["gpt2", "tensor"]  # the first and the second of a strategy
-
     assert not torch.equal(first["transformer.wte.weight"], second["transformer.wte.weight"])
 
 

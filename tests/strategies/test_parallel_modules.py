@@ -5,11 +5,9 @@ One program trains each module on each layout. Each number of workers is launche
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,11 +53,6 @@ IDS = {
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="plain_modules"))
-
-
-@pytest.fixture(scope="module")
 def run(program: Any) -> Callable[[str], list[dict[str, Any]]]:
     """What a launch computes, once."""
 
@@ -74,11 +67,12 @@ def run(program: Any) -> Callable[[str], list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "case", [pytest.param(each, marks=[] if IDS[each][0] == "two" else pytest.mark.slow) for each in IDS]
 )
-def test_the_same_program_has_the_numbers_of_one_device(program: Any, run: Callable[[str], Any], case: str):
+def test_the_same_program_has_the_numbers_of_one_device(
+    one_device: Callable[[str], Any], run: Callable[[str], Any], case: str
+):
     launch, number = IDS[case]
     name, _ = EXPERIMENTS[launch][1][number]
-    found, expected = run(launch)[number], program.one_device(name)
-
+    found, expected = run(launch)[number], one_device(name)
     for key in ("loss", "val_loss", "evaluate"):
         assert found[key] == pytest.approx(expected[key], rel=1e-9)
     for key in ("weights", "predict"):
@@ -108,7 +102,6 @@ REFUSED = {
 @pytest.mark.slow
 def test_what_cannot_be_divided_is_one_line_on_all_workers_before_a_weight_is_moved(program: Any):
     found = ls.launch(program.refusals, workers=2, timeout_s=LIMIT_S)
-
     assert found.keys() == REFUSED.keys()
     for name, words in REFUSED.items():
         error, _ = found[name][0]
@@ -121,6 +114,5 @@ def test_what_cannot_be_divided_is_one_line_on_all_workers_before_a_weight_is_mo
 def test_a_whole_weight_on_divided_activations_is_an_error_and_on_whole_ones_exact(program: Any):
     with pytest.raises(ls.errors.ClusterError, match=r"UsageError.*'1\.weight'.*Replicate"):
         ls.launch(partial(program.train_slopes, gathered=False), workers=2, timeout_s=LIMIT_S)
-
     weights = ls.launch(partial(program.train_slopes, gathered=True), workers=2, timeout_s=LIMIT_S)
     torch.testing.assert_close(weights, dict(program.slopes_by_hand()), rtol=1e-12, atol=1e-14)

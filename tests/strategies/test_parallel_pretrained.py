@@ -222,7 +222,6 @@ def test_all_weights_are_those_of_the_files(
     found: list[dict[Any, Any]], originals: dict[str, nn.Module], name: str, layout: str
 ):
     expected = originals[name].state_dict()
-
     for each in found:
         assert list(each[name, layout]) == list(expected)
         assert [key for key, value in expected.items() if not torch.equal(each[name, layout][key], value)] == []
@@ -231,7 +230,6 @@ def test_all_weights_are_those_of_the_files(
 @pytest.mark.parametrize("layout", LARGE_LAYOUTS)
 def test_no_worker_ever_has_all_of_the_weights(found: list[dict[Any, Any]], folder: Path, layout: str):
     whole = sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
-
     assert whole > 80e6
     assert max(each["memory", layout] for each in found) < 0.65 * whole
 
@@ -241,7 +239,6 @@ def test_the_files_come_back_from_a_checkpoint(
     found: list[dict[Any, Any]], folder: Path, tmp_path: Path, name: str, layout: str
 ):
     ls.export_weights(folder / f"{name} of {layout}", tmp_path, like=folder / name)
-
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {
         each.name: each.read_bytes() for each in (folder / name).iterdir()
     }

@@ -46,6 +46,5 @@ def every_way() -> dict[tuple[bool, bool], dict[str, Tensor]]:
 @pytest.mark.parametrize("sequences", [False, True], ids=["whole sequences", "divided sequences"])
 def test_weights_are_those_without_checkpointing(sequences: bool):
     stored, recomputed = (every_way()[sequences, checkpointing] for checkpointing in (False, True))
-
     for name, value in stored.items():
         torch.testing.assert_close(recomputed[name], value, rtol=1e-12, atol=1e-12)

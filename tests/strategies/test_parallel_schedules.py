@@ -6,12 +6,10 @@ Each number of workers is launched once, and trains with one schedule after anot
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,11 +48,6 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel_schedules"))
-
-
-@pytest.fixture(scope="module")
 def run(program: Any) -> Callable[[int], list[dict[str, Any]]]:
     """What the schedules compute on a number of workers; launched once."""
 
@@ -65,11 +58,6 @@ def run(program: Any) -> Callable[[int], list[dict[str, Any]]]:
         return ls.launch(program.run_jobs, workers=workers, args=([*experiments, *twice],), timeout_s=LIMIT_S)
 
     return launched
-
-
-@pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str, int], dict[str, Any]]:
-    return cache(program.one_device)
 
 
 @pytest.fixture(params=IDS)
@@ -87,13 +75,11 @@ def close(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("what", ["loss", "evaluate", "predict"])
 def test_what_comes_out_is_what_comes_out_of_one_device(pair: Pair, what: str):
     found, expected = pair
-
     assert close(found[what], expected[what])
 
 
 def test_weights_after_several_updates_are_those_of_one_device(pair: Pair):
     found, expected = pair
-
     assert list(found["weights"]) == list(expected["weights"])
     assert [name for name, value in expected["weights"].items() if not close(found["weights"][name], value)] == []
 
@@ -116,14 +102,12 @@ def test_workers_do_what_the_schedule_says_one_thing_at_a_time(run: Callable[[in
 
 def test_a_worker_holds_its_stages_alone(run: Callable[[int], Any], one_device: Callable[[str, int], Any]):
     interleaved, v = run(4)[:2]
-
     assert interleaved["held"] < 0.5 * one_device("bert", 8)["size"]
     assert v["held"] < 0.5 * one_device("gpt2", 9)["size"]
 
 
 def test_dropout_with_the_same_schedule_twice_gives_the_same_bits(run: Callable[[int], Any]):
     plain, one, other = run(2)[-3:]
-
     assert one["loss"] == other["loss"]
     assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
     assert one["loss"] != plain["loss"]

@@ -149,7 +149,6 @@ def test_norms_see_their_own_tokens_only(found: dict[Any, Any], name: str):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_ranks_hold_alike_stays_alike(found: dict[Any, Any], name: str):
     grid, whole = found[name]["grid"], found[name]["whole"]
-
     for worker in range(grid.size):
         place = grid.coordinate(worker)
         assert [whole[other] for other in range(grid.size) if grid.coordinate(other).stage == place.stage] == [
@@ -159,7 +158,6 @@ def test_what_ranks_hold_alike_stays_alike(found: dict[Any, Any], name: str):
 
 def test_dropout_on_the_same_layout_twice_gives_the_same_bits(found: dict[Any, Any]):
     one, other = found["dropped"]
-
     assert all(torch.equal(other["weights"][name], value) for name, value in one["weights"].items())
     assert len(set(one["whole"])) == 1
     assert one["masks"] == other["masks"]
@@ -167,14 +165,12 @@ def test_dropout_on_the_same_layout_twice_gives_the_same_bits(found: dict[Any, A
 
 def test_each_rank_drops_units_of_its_own_tokens(found: dict[Any, Any]):
     masks = found["dropped"][0]["masks"]
-
     assert len(set(masks)) == 4  # two replicas of two tensor ranks
     assert [len(each) for each in masks] == [4 * TOKENS // 2 * 16] * 4  # rows, own tokens, units
 
 
 def test_what_cannot_be_divided_is_refused(found: dict[Any, Any]):
     uneven, hidden = found["refused"]
-
     assert uneven.startswith("sequences of 7 tokens cannot be divided evenly among tensor=2 workers, as sequence_")
     assert hidden.startswith("output_hidden_states asks for what sequence_parallel=True divides among workers; leave")
 

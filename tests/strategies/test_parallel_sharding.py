@@ -4,11 +4,8 @@ bit, and against a hand-written loop on one device.
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +28,6 @@ STATE = {
 
 # The weights too.
 FULL = {"data=4": ("bert", "adamw", {"data": 4}), "data=2, tensor=2": ("gpt2", "adagrad", {"data": 2, "tensor": 2})}
-
-
-@pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="parallel_sharding"))
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +55,6 @@ def full(request: pytest.FixtureRequest, all_runs: tuple[dict[str, Any], dict[st
     return request.param, all_runs[1][request.param]
 
 
-@pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str, str], dict[str, Any]]:
-    return cache(program.by_hand)
-
-
 @pytest.fixture(params=STATE)
 def pair(request: pytest.FixtureRequest, runs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A grid with its optimizer's state whole, and divided."""
@@ -92,7 +79,6 @@ def close(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("what", ["loss", "val_loss", "weights", "predict"])
 def test_dividing_the_state_changes_no_bit(pair: tuple[dict[str, Any], dict[str, Any]], what: str):
     whole, divided = pair
-
     assert equal(divided[what], whole[what])
 
 
@@ -100,7 +86,6 @@ def test_dividing_the_state_changes_no_bit(pair: tuple[dict[str, Any], dict[str,
 def test_weights_are_those_of_one_device(runs: dict[str, Any], one_device: Callable[..., Any], grid: str):
     name, optimizer, _ = STATE[grid]
     expected, (_, divided) = one_device(name, optimizer), runs[grid]
-
     assert close(divided["loss"], expected["loss"])
     assert list(divided["weights"]) == list(expected["weights"])
     assert close(divided["weights"], expected["weights"])
@@ -110,14 +95,12 @@ def test_weights_are_those_of_one_device(runs: dict[str, Any], one_device: Calla
 def test_a_worker_keeps_its_share_of_the_state(runs: dict[str, Any], grid: str):
     whole, divided = runs[grid]
     replicas = STATE[grid][2]["data"]
-
     assert sum(divided["kept"]) * replicas == sum(whole["kept"])
     assert max(divided["kept"]) < 1.25 * max(whole["kept"]) / replicas
 
 
 def test_the_state_reads_as_if_it_were_whole(pair: tuple[dict[str, Any], dict[str, Any]]):
     whole, divided = pair
-
     assert divided["state"]["param_groups"] == whole["state"]["param_groups"]
     assert list(divided["state"]["state"]) == list(whole["state"]["state"])
     assert equal(divided["state"]["state"], whole["state"]["state"])
@@ -125,7 +108,6 @@ def test_the_state_reads_as_if_it_were_whole(pair: tuple[dict[str, Any], dict[st
 
 def test_a_state_that_was_loaded_is_the_state(pair: tuple[dict[str, Any], dict[str, Any]]):
     _, divided = pair
-
     assert equal(divided["loaded"]["state"], divided["state"]["state"])
     assert divided["kept again"]
 
@@ -133,7 +115,6 @@ def test_a_state_that_was_loaded_is_the_state(pair: tuple[dict[str, Any], dict[s
 @pytest.mark.parametrize("grid", ["data=4", "data=2, tensor=2"])
 def test_a_loop_of_one_s_own_and_a_hook_change_no_bit(runs: dict[str, Any], grid: str):
     whole, divided = runs[grid]
-
     assert not equal(whole["by hand"], whole["weights"])
     assert equal(divided["by hand"], whole["by hand"])
 
@@ -144,7 +125,6 @@ def test_with_weights_divided_too_all_is_as_on_one_device(
     grid, found = full
     name, optimizer, _ = FULL[grid]
     expected, (whole, _) = one_device(name, optimizer), runs[grid]
-
     assert close(found["loss"], expected["loss"])
     assert list(found["weights"]) == list(expected["weights"])
     assert close(found["weights"], expected["weights"])
@@ -155,7 +135,6 @@ def test_with_weights_divided_too_all_is_as_on_one_device(
 def test_a_worker_holds_its_share_of_the_weights(full: tuple[str, dict[str, Any]], runs: dict[str, Any]):
     grid, found = full
     replicas, (whole, _) = FULL[grid][2]["data"], runs[grid]
-
     assert sum(found["held"]) * replicas == sum(whole["held"])
     assert max(found["held"]) < 1.25 * max(whole["held"]) / replicas
     assert sum(found["kept"]) * replicas == sum(whole["kept"])
@@ -163,5 +142,4 @@ def test_a_worker_holds_its_share_of_the_weights(full: tuple[str, dict[str, Any]
 
 def test_whole_weights_that_are_loaded_are_the_weights(full: tuple[str, dict[str, Any]]):
     _, found = full
-
     assert all(torch.equal(found["doubled"][name], value * 2) for name, value in found["by hand"].items())

@@ -5,10 +5,8 @@ Or they are refused or warned of at once, on all workers.
 
 from __future__ import annotations
 
-import runpy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +19,6 @@ pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 30), pytest.mar
 PROGRAM = Path(__file__).parent / "programs" / "statistics.py"
 
 
-@pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="statistics_of_rows"))
-
-
 @pytest.mark.parametrize(
     "kinds", [("batch norm",), pytest.param(("spectral norm", "group norm"), marks=pytest.mark.slow)]
 )
@@ -33,7 +26,6 @@ def test_modules_that_keep_something_of_microbatches_are_warned_of_and_equal_in_
     program: Any, kinds: tuple[str, ...]
 ):
     found = ls.launch(program.train_kinds, workers=2, args=(kinds,), timeout_s=LIMIT_S)
-
     for kind in kinds:
         assert found[kind] == [(True, False) if kind != "group norm" else (False, True)] * 2
         assert found[f"{kind}, whole"] == [(False, True)] * 2

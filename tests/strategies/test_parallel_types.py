@@ -9,7 +9,6 @@ import runpy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,11 +44,6 @@ def types_on(grid: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="model_types"))
-
-
-@pytest.fixture(scope="module")
 def run(program: Any) -> Callable[[str], Found]:
     """What a grid finds; all grids of one number of workers are launched together, once."""
 
@@ -62,18 +56,12 @@ def run(program: Any) -> Callable[[str], Found]:
     return lambda grid: launch(next(workers for workers, grids in LAUNCHES.items() if grid in grids))[grid]
 
 
-@pytest.fixture(scope="module")
-def one_device(program: Any) -> Callable[[str], tuple[list[float], dict[str, Tensor]]]:
-    return cache(program.one_device)
-
-
 @pytest.mark.parametrize(("grid", "name"), [(grid, name) for grid in GRIDS for name in types_on(grid)])
 def test_losses_and_weights_after_several_updates_are_those_of_one_device(
     run: Callable[[str], Found], one_device: Callable[[str], Any], grid: str, name: str
 ):
     losses, weights = run(grid)[name]
     expected, whole = one_device(name)
-
     assert losses == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert list(weights) == list(whole)
     torch.testing.assert_close(weights, whole, rtol=1e-9, atol=1e-9)

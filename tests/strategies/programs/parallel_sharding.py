@@ -108,7 +108,7 @@ def backward(module: Any, optimizer: Any, x: dict[str, Tensor], y: Tensor) -> No
     optimizer.sum_gradients()
 
 
-def by_hand(name: str, optimizer: str) -> dict[str, Any]:
+def one_device(name: str, optimizer: str) -> dict[str, Any]:
     """The same on one device."""
     module = build(name)
     made = OPTIMIZERS[optimizer](module.parameters())
