@@ -263,6 +263,7 @@ def run(work: Request) -> None:
         else:
             run(below)
     else:
+        sys.path[0] = str(Path(__file__).parents[2])  # for ``from tests import ...``
         try:
             runpy.run_path(work["file"])[work["function"]](*work["arguments"])
         except BaseException:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import oracle
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -183,22 +184,15 @@ def result() -> dict[str, Any]:
     return ls.launch(run_job, workers=2, timeout_s=120)
 
 
-def on_one_device(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[float]]:
-    module, losses = net(dtype), []
-    optimizer = torch.optim.AdamW(module.parameters(), 0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(module(x.to(dtype)), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return module.state_dict(), losses
+def on_one_device(dtype: torch.dtype = torch.float64) -> oracle.Training:
+    data = [(x.to(dtype), y) for x, y in batches()]
+    return oracle.train(net(dtype), data, lambda parameters: torch.optim.AdamW(parameters, 0.05))
 
 
 def test_workers_of_two_replicas_and_of_one_train_like_one_device(result: dict[str, Any]):
-    weights, losses = on_one_device()
-    torch.testing.assert_close(result["uneven"][1], losses, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(result["uneven"][0], weights, rtol=1e-9, atol=1e-9)
+    expected = on_one_device()
+    oracle.assert_close(result["uneven"][1], expected.losses)
+    oracle.assert_close(result["uneven"][0], expected.module)
 
 
 def test_all_replicas_have_equal_shards_whatever_worker_they_are_of(result: dict[str, Any]):
@@ -223,9 +217,10 @@ def test_bf16_is_close_to_what_is_sent_as_it_is_and_rounds_nothing_but_floats_of
 
 
 def test_bf16_trains_nearly_the_same_and_leaves_the_same_bits_on_all_workers(result: dict[str, Any]):
-    weights, losses = on_one_device(torch.float32)
+    expected = on_one_device(torch.float32)
     assert result["bf16 alike"]
-    torch.testing.assert_close(result["bf16 loop"][1], losses, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(result["bf16 loop"][1], expected.losses, rtol=0.02, atol=0.02)
+    weights = expected.module.state_dict()
     assert any(not torch.equal(result["bf16 loop"][0][name], weight) for name, weight in weights.items())
 
 

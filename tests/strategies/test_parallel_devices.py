@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable
 from contextlib import closing
 
 import pytest
 import torch
+from tests import oracle
 from tests.stand_in import stand_in_gpus
 from torch import Tensor, nn
 
@@ -28,26 +29,16 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(each, each[:, :2]) for each in x]
 
 
-def by_hand(module: nn.Module) -> None:
-    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
-    for x, y in batches():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x), y).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("named", [None, "gpu:0", "cpu:0"])
 def test_by_itself_it_takes_the_gpu_and_another_device_by_name(named: str | None):
-    alone = network()
-    trained = copy.deepcopy(alone)
-    by_hand(alone)
+    def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, 1e-2)
+
+    alone = oracle.train(network(), batches(), adam, nn.MSELoss(), clip_norm=0.5).module
     with stand_in_gpus(None) as (devices, driver), closing(ls.ParallelStrategy(device=named, seed=0)) as strategy:
         with strategy.scope():
-            model = ls.Model(trained)
-            model.compile(
-                lambda parameters: torch.optim.Adam(parameters, 1e-2), nn.MSELoss(reduction="none"), clip_norm=0.5
-            )
+            model = ls.Model(network())
+            model.compile(adam, nn.MSELoss(reduction="none"), clip_norm=0.5)
         model.fit(batches(), verbose=0)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         on_gpu = named != "cpu:0"
@@ -55,8 +46,7 @@ def test_by_itself_it_takes_the_gpu_and_another_device_by_name(named: str | None
         assert strategy.devices == (devices if on_gpu else tuple(config.list_logical_devices("CPU")))
         assert bool(driver.calls("swap_generator")) is on_gpu
 
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)
+    oracle.assert_close(weights, alone, 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import oracle
 from torch import nn
 
 import lockstep as ls
@@ -34,12 +35,7 @@ def network() -> nn.Sequential:
 
 
 def by_hand() -> list[torch.Tensor]:
-    module = network()
-    optimizer = Clipping(module.parameters(), 0.1, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x), y).backward()
-        optimizer.step()
+    module = oracle.train(network(), batches(), lambda p: Clipping(p, 0.1, momentum=0.9), nn.MSELoss()).module
     return [parameter.detach() for parameter in module.parameters()]
 
 

