@@ -8,12 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.membership.conftest import MakeMembers, Member
+from tests.membership.conftest import MakeMembers, Member
 
 pytestmark = pytest.mark.workers
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.membership.conftest import Member
 from torch.distributed import HashStore
 
 from lockstep.cluster.spec import ClusterSpec
@@ -15,9 +16,6 @@ from lockstep.membership.heartbeat import HeartbeatMonitor
 from lockstep.membership.rendezvous import join_names
 from lockstep.membership.store import StoreClient, StoreKeys
 from lockstep.membership.worker_info import WorkerInfo, infos_from_text, infos_to_text
-
-if TYPE_CHECKING:
-    from tests.membership.conftest import Member
 
 LOST_AFTER_S = 6.0
 NOISE_S = 9.0

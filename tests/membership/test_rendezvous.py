@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed
+from tests.membership.conftest import MakeMembers, Member
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
@@ -22,10 +22,7 @@ from lockstep.membership.membership import join
 from lockstep.membership.store import OWNER_KEY
 from lockstep.membership.worker_info import job_terms
 
-if TYPE_CHECKING:
-    from tests.membership.conftest import MakeMembers, Member
-
-    Start = Callable[..., Member]
+Start = Callable[..., Member]
 
 pytestmark = pytest.mark.workers
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +15,14 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.replicas.hooks import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
-if TYPE_CHECKING:
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-
-    MakeOptimizer = Callable[..., torch.optim.Optimizer]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {

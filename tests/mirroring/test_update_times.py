@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from tests.conftest import here
 from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.hooks import Totals
-
-if TYPE_CHECKING:
-    from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-    from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.mirrored import MirroredStrategy
 
 
 def train(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.config import LogicalDevice
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.hooks import Observer, Totals, current_observer, observing
-
-if TYPE_CHECKING:
-    from lockstep.config import LogicalDevice
-    from lockstep.replicas.owner import Owner
-    from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.replicas.owner import Owner
+from lockstep.strategies.mirrored import MirroredStrategy
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 

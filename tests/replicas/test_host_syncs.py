@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lockstep.replicas.device.host_syncs import HostSyncs
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.mirrored import MirroredStrategy
 
 ROWS = torch.tensor([1.0, -2.0, 3.0])
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lockstep.replicas.cpu import openmp_team
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.mirrored import MirroredStrategy
 
 LARGE = 1 << 20
 """Elements that torch divides among all intra-op threads."""
