@@ -36,7 +36,7 @@ def logs_of(tmp_path: Path) -> dict[str, str]:
 
 def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lockstep: Run, write, tmp_path: Path):
     program = MEET + "print('sum', rank.item(), sys.argv[1:], __name__, flush=True); print('warned', file=sys.stderr)"
-    done = run_lockstep("run", "--workers", "3", write(program), "--lr", "1$$ ${x}")
+    done = run_lockstep("run", "--workers", "3", write(program), "--lr", "1$$ ${x}", forks_workers=True)
     line = "sum 3.0 ['--lr', '1$$ ${x}'] __main__\n"
     assert (done.returncode, done.stdout) == (0, line)
     told, warned = done.stderr.splitlines()
@@ -118,7 +118,7 @@ def test_nothing_listens_on_all_interfaces_and_every_run_has_an_id(run_lockstep:
 def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_lockstep: Run, write, tmp_path: Path):
     program = MEET + "if rank and os.environ['RANK'] == '1': raise ValueError('no such file')\ndist.barrier()"
 
-    done = run_lockstep("run", "--workers", "2", write(program))
+    done = run_lockstep("run", "--workers", "2", write(program), forks_workers=True)
 
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -154,7 +154,7 @@ if os.environ["RANK"] == "1":
 signal.pause()
 """
     )
-    done = run_lockstep("run", "--workers", "2", "--quiet", write("import signal\n" + program))
+    done = run_lockstep("run", "--workers", "2", "--quiet", write("import signal\n" + program), forks_workers=True)
 
     said, line = done.stderr.splitlines()
     assert (done.returncode, said) == (3, "no data")
@@ -181,7 +181,8 @@ def test_all_start_again_after_a_failure(run_lockstep: Run, write, tmp_path: Pat
     attempt = "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint('attempt', attempt, rank.item())\n"
     fail = "if attempt == 0 and os.environ['RANK'] == '1': raise ValueError('once')\ndist.barrier()"
 
-    done = run_lockstep("run", "--workers", "2", "--max-restarts", "1", write(MEET + attempt + fail))
+    program = write(MEET + attempt + fail)
+    done = run_lockstep("run", "--workers", "2", "--max-restarts", "1", program, forks_workers=True)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "attempt 0 1.0\nattempt 1 1.0\n"

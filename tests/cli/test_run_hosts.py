@@ -42,7 +42,7 @@ def test_hosts_of_a_list_make_one_job(start_lockstep: Start, write, port: int):
     program = write(MEET + "print(os.environ['RANK'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])")
     words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", hosts, "--index")
 
-    late, first = [start_lockstep(*words, index, program) for index in ("1", "0")]
+    late, first = [start_lockstep(*words, index, program, forks_workers=True) for index in ("1", "0")]
 
     (code, out, err), (late_code, late_out, late_err) = ends(first), ends(late)
     assert (code, said_by_us(err), late_code, said_by_us(late_err)) == (0, [], 0, [])
@@ -74,7 +74,7 @@ def test_hosts_that_know_only_the_first_make_one_job(start_lockstep: Start, writ
     )
     words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", f"127.0.0.1:{port}", "--nodes", "2")
 
-    processes = [start_lockstep(*words, "--index", str(index), program) for index in range(2)]
+    processes = [start_lockstep(*words, "--index", index, program, forks_workers=True) for index in "01"]
 
     endings = [ends(process) for process in processes]
     assert [(code, said_by_us(err)) for code, _, err in endings] == [(0, []), (0, [])]

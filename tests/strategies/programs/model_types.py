@@ -158,6 +158,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 def train_all(names: list[str], grid: dict[str, Any], sequences: bool = False) -> dict[str, Any]:
     """What a grid of workers finds for each type: the losses and the weights, or the error that it ended with."""
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection looks through all that was imported
     strategy = ls.ParallelStrategy(
         seed=7, communication=ls.CommunicationOptions(lost_after_s=60), sequence_parallel=sequences, **grid
     )

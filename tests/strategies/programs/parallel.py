@@ -43,6 +43,7 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """One grid after another; those of ``dropout`` twice each."""
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection looks through all that was imported
     return [run_job(name, grid) for name, grid in experiments] + [
         dropped(name, grid) for name, grid in dropout for _ in range(2)
     ]
