@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lockstep.replicas.context import ReplicaContext
     from lockstep.strategies.mirrored import MirroredStrategy
 
-MakeStrategy = Callable[..., "MirroredStrategy"]
-"""What the fixture ``make_strategy`` is."""
+MakeStrategy = Callable[..., Any]
+"""The fixture of a mirrored strategy: ``make_strategy(replicas)``."""
+
 TESTS = Path(__file__).parent
 GRACE_S = 5.0
 # With the longest set-ups and tests.
