@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tests.cli.conftest import Start
 
 pytestmark = pytest.mark.slow
-
-Start = Callable[..., subprocess.Popen[str]]
 
 PROGRAM = str(Path(__file__).parent / "programs" / "interrupted.py")
 LIMIT_S = 250

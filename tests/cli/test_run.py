@@ -10,19 +10,16 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Run, Start
 
 import lockstep
 from lockstep_tools.cli import main
 
 pytestmark = pytest.mark.workers
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
 PROGRAMS = Path(__file__).parent / "programs"

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Start
 
 pytestmark = pytest.mark.workers
-
-Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
 NEVER = ("--rejoin-s", "600")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.conftest import Start
 from tests.conftest import Program
 from tests.elastic_campaign import PROGRAM, STEP, train
 
@@ -18,9 +18,6 @@ pytestmark = [pytest.mark.workers, pytest.mark.slow]
 STEPS = 80
 LIMIT_S = 120
 SAVED_AND_STOPPED = 75
-
-
-Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Start
 
 from lockstep_tools.cli import main
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
-
-Start = Callable[..., subprocess.Popen[str]]
 
 LIMIT_S = 60
 PROGRAMS = Path(__file__).parent / "programs"

@@ -9,17 +9,16 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from tests.cli.conftest import Run
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
-Run = Callable[..., Any]
 Order = Callable[[int], Tensor]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "unchanged"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Start
 
 from lockstep_tools.cli import main
 from lockstep_tools.cli.verify import find_program
 
 PROGRAMS = Path(__file__).parents[1] / "verify" / "programs"
-Start = Callable[..., subprocess.Popen[str]]
 
 
 def test_equal_programs_are_said_to_be_and_end_in_0(capsys: pytest.CaptureFixture[str]):
