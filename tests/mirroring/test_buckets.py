@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import oracle
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -64,22 +66,33 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def train(strategy: ls.Strategy, change: Change) -> dict[str, Tensor]:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9)
+
+
+def train(strategy: ls.Strategy, before_update: Callable[[list[nn.Parameter], Any, int], None]) -> dict[str, Tensor]:
     module = net()
     replicated = strategy.mirror(module)
-    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+    optimizer = strategy.mirror(sgd(module.parameters()))
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
-        context = ls.get_replica_context()
         x, y = batch
         ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
-        change(list(replicated.parameters()), context.replica_id_in_sync_group)
+        replica = ls.get_replica_context().replica_id_in_sync_group
+        before_update(list(replicated.parameters()), optimizer, replica)
         optimizer.step()
         optimizer.zero_grad()
 
     for batch in strategy.distribute_dataset(batches()):
         strategy.run(step, (batch,))
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def sum_twice(parameters: list[nn.Parameter], optimizer: Any, _: int) -> None:
+    """Sums that are final, read and clipped, and asked for again."""
+    optimizer.sum_gradients()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+    optimizer.sum_gradients()
 
 
 class Warnings(logging.Handler):
@@ -145,7 +158,7 @@ def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
     """Two passes that add up, and between them a look at the gradients: the sums of all workers."""
     module = net()
     replicated = strategy.mirror(module)
-    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+    optimizer = strategy.mirror(sgd(module.parameters()))
 
     def step(batch: tuple[Tensor, Tensor], announced: bool) -> None:
         context = ls.get_replica_context()
@@ -162,26 +175,6 @@ def train_clipped_between(strategy: ls.Strategy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def train_summed_again(strategy: ls.Strategy) -> dict[str, Tensor]:
-    """Sums that are final, read and clipped, and asked for again."""
-    module = net()
-    replicated = strategy.mirror(module)
-    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
-
-    def step(batch: tuple[Tensor, Tensor]) -> None:
-        x, y = batch
-        ls.compute_average_loss(F.cross_entropy(replicated(x), y, reduction="none")).backward()
-        optimizer.sum_gradients()
-        torch.nn.utils.clip_grad_norm_(replicated.parameters(), 0.1)
-        optimizer.sum_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for batch in strategy.distribute_dataset(batches()):
-        strategy.run(step, (batch,))
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
 ANNOUNCED: dict[str, set[int]] = {"inside": {0, 1, 2, 3}, "outside": {0, 1, 2, 3}, "never": set()}
 """The batches whose first backward pass is in ``no_sync``, inside the step or outside it."""
 
@@ -190,7 +183,7 @@ def train_in_passes(strategy: ls.Strategy, name: str) -> tuple[dict[str, Tensor]
     """The weights; and of every batch, what share of the buckets had gone after the first pass and after the last."""
     module = net()
     replicated = strategy.mirror(module)
-    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))
+    optimizer = strategy.mirror(sgd(module.parameters()))
     exchange = cast(BucketExchange, optimizer._update._exchange)
     gone = []
 
@@ -227,10 +220,13 @@ def run_job() -> dict[str, Any]:
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
     strategy = ls.MultiWorkerMirroredStrategy(communication=ls.CommunicationOptions(bucket_mb=0.0005))
-    results: dict[str, Any] = {name: train(strategy, change) for name, change in CHANGES.items()}
+    results: dict[str, Any] = {
+        name: train(strategy, lambda parameters, _, replica, change=change: change(parameters, replica))
+        for name, change in CHANGES.items()
+    }
     results["frozen"] = train_frozen(strategy)
     results["clipped between"] = train_clipped_between(strategy)
-    results["summed again"] = train_summed_again(strategy)
+    results["summed again"] = train(strategy, sum_twice)
     for name in ANNOUNCED:
         with kept_warnings() as messages:
             results[name] = (*train_in_passes(strategy, name), messages)
@@ -243,21 +239,12 @@ def results() -> dict[str, Any]:
     return ls.launch(run_job, workers=2, timeout_s=120)
 
 
-def one_device(name: str) -> nn.Sequential:
-    """The loop by hand."""
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        CHANGES[name](list(module.parameters()), LAST)
-        optimizer.step()
-    return module
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_gradient_that_is_changed_before_the_update_is_exchanged_as_it_then_is(results: dict[str, Any], name: str):
-    torch.testing.assert_close(results[name], dict(one_device(name).state_dict()), rtol=1e-9, atol=1e-12)
+    def change(module: nn.Module) -> None:
+        CHANGES[name](list(module.parameters()), LAST)
+
+    oracle.assert_close(results[name], oracle.train(net(), batches(), sgd, before_update=change).module)
 
 
 def test_the_changes_are_not_all_alike(results: dict[str, Any]):
@@ -270,28 +257,19 @@ def test_the_changes_are_not_all_alike(results: dict[str, Any]):
 
 def test_only_what_is_trained_travels_and_it_is_looked_at_anew_in_every_update(results: dict[str, Any]):
     weights, travelled = results["frozen"]
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5)
-    for number, (x, y) in enumerate(batches()):
-        freeze(module, number)
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    torch.testing.assert_close(weights, dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+    module, numbers = net(), count(1)
+    freeze(module, 0)
+    oracle.train(
+        module, batches(), lambda p: torch.optim.SGD(p, 0.5), after_update=lambda module: freeze(module, next(numbers))
+    )
+    oracle.assert_close(weights, module)
     assert torch.equal(weights["0.weight"], net().state_dict()["0.weight"])
     assert travelled == [{4, 5}, {4, 5}, {2, 3}, {2, 3}]
 
 
 @pytest.mark.parametrize("name", ANNOUNCED)
 def test_passes_that_add_up_are_one_device_s(results: dict[str, Any], name: str):
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
-    torch.testing.assert_close(results[name][0], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+    oracle.assert_close(results[name][0], oracle.train(net(), batches(), sgd).module)
 
 
 @pytest.mark.parametrize("name", ["inside", "outside"])
@@ -310,7 +288,7 @@ def test_passes_that_nobody_announced_are_sent_again_and_one_warning_says_so(res
 
 def test_a_look_at_the_gradients_between_passes_is_one_device_s(results: dict[str, Any]):
     module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    optimizer = sgd(module.parameters())
     for x, y in batches():
         optimizer.zero_grad()
         # The halves of each replica's rows, as the replicas have them.
@@ -320,15 +298,8 @@ def test_a_look_at_the_gradients_between_passes_is_one_device_s(results: dict[st
         (sum(two_passes(module, *shard)[1] for shard in shards) / len(x)).backward()  # type: ignore[union-attr]
         optimizer.step()
 
-    torch.testing.assert_close(results["clipped between"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+    oracle.assert_close(results["clipped between"], module)
 
 
 def test_final_sums_that_are_asked_for_again_are_one_device_s(results: dict[str, Any]):
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        optimizer.step()
-    torch.testing.assert_close(results["summed again"], dict(module.state_dict()), rtol=1e-9, atol=1e-12)
+    oracle.assert_close(results["summed again"], oracle.train(net(), batches(), sgd, clip_norm=0.1).module)
