@@ -68,6 +68,7 @@ PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
 )
+WORKER = "lockstep.launch.worker"
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -201,7 +202,7 @@ def begin_workers_with(begin: Callable[[Request, Sequence[int]], int]) -> None:
 
     def fork(command: Sequence[bytes], *rest: Any) -> int:
         words = [os.fsdecode(word) for word in command[1:]]
-        if "lockstep.launch.worker" not in words[:3]:
+        if WORKER not in words[:3]:
             return execute(command, *rest)
         environment = dict(os.fsdecode(variable).split("=", 1) for variable in rest[4])
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -240,7 +241,8 @@ def run_python(words: list[str]) -> None:
     sys.argv = [first, *words]
     if first == "-m":
         sys.argv, sys.path[0] = words, str(Path.cwd())
-        sys.modules.pop("lockstep.launch.worker", None)  # which it may be; runpy warns of what is there already
+        if words[0] == WORKER:
+            del sys.modules[WORKER]  # runpy warns of a module that is there already
         runpy._run_module_as_main(words[0])
         return
     if first == "-c":
