@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from tests import oracle
 from tests.cli.conftest import Run
 from torch import Tensor, nn
 
@@ -45,13 +46,9 @@ def trained_by_hand(order: Order) -> list[Tensor]:
     pixels, labels = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    for epoch in range(2):
-        rows = order(epoch)
-        for batch in rows[: PICTURES // BATCH * BATCH].split(BATCH):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(module(pixels[batch]), labels[batch]).backward()
-            optimizer.step()
+    rows = [part for epoch in range(2) for part in order(epoch)[: PICTURES // BATCH * BATCH].split(BATCH)]
+    batches = [(pixels[part], labels[part]) for part in rows]
+    oracle.train(module, batches, lambda parameters: torch.optim.SGD(parameters, 0.5))
     return [parameter.detach() for parameter in module.parameters()]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests import oracle
 from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
@@ -45,15 +46,11 @@ def batches() -> list[Tensor]:
 
 
 def one_device(make: Callable[..., torch.optim.Optimizer], *, accumulate: int = 1) -> tuple[list[Tensor], list[float]]:
-    net = make_net()
-    optimizer, norms = make(net.parameters()), []
-    for number, x in enumerate(batches(), start=1):
-        net(x).square().sum().backward()
-        if number % accumulate == 0:
-            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return [parameter.detach() for parameter in net.parameters()], norms
+    def loss(outputs: Tensor) -> tuple[Tensor, float]:
+        return outputs.square().sum(), 1 / accumulate  # a sum, which is not divided
+
+    training = oracle.train(make_net(), batches(), make, loss, accumulate=accumulate, clip_norm=CLIP)
+    return [parameter.detach() for parameter in training.module.parameters()], training.norms
 
 
 def mirrored_pair(

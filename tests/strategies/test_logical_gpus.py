@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests import oracle
 from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
@@ -44,31 +45,20 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(each, each.sum(dim=1, keepdim=True)) for each in x]
 
 
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-2)
+
+
 def compiled(strategy: ls.MirroredStrategy, module: nn.Module, *, batchnorm: bool = True) -> ls.Model:
     with strategy.scope():
         model = ls.Model(module, sync_batchnorm=batchnorm)
-        model.compile(
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
-            loss=nn.MSELoss(reduction="none"),
-            clip_norm=1.0,
-        )
+        model.compile(optimizer=adam, loss=nn.MSELoss(reduction="none"), clip_norm=1.0)
     return model
 
 
 def plain_loop(module: nn.Module, epochs: int) -> list[float]:
-    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
-    losses = []
-    for _ in range(epochs):
-        total = 0.0
-        for x, y in batches():
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(module(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            optimizer.step()
-            total += loss.item() * len(x)
-        losses.append(total / sum(len(x) for x, _ in batches()))
-    return losses
+    training = oracle.train(module, batches(), adam, nn.MSELoss(), epochs=epochs, clip_norm=1.0)
+    return training.epoch_losses(epochs)
 
 
 def test_four_shares_train_evaluate_and_predict_as_one_device(four: Shares):

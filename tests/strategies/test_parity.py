@@ -7,11 +7,11 @@ adding their parts is off by more than 1e-3 here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import oracle
 from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
@@ -26,10 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda p: torch.optim.Adam(p, 0.05),
     "adamw": lambda p: torch.optim.AdamW(p, 0.05),
 }
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def batches(dtype: torch.dtype = torch.float64) -> list[Batch]:
@@ -53,18 +49,16 @@ def penalty(module: nn.Module) -> Tensor:
     return torch.stack([parameter.square().sum() for parameter in module.parameters()]).sum() * 1e-2
 
 
-def alone(make: Callable[..., torch.optim.Optimizer], weighted: bool) -> tuple[nn.Module, list[float]]:
+def alone(make: Callable[..., torch.optim.Optimizer], weighted: bool) -> oracle.Training:
     module = net()
-    optimizer = make(module.parameters())
-    losses = []
-    for x, y, weight in batches():
-        optimizer.zero_grad()
-        per_example = F.cross_entropy(module(x), y, reduction="none")
-        loss = (per_example * weight if weighted else per_example).sum() / len(x) + penalty(module)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return module, losses
+
+    def loss(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        labels, weight = targets
+        per_example = F.cross_entropy(outputs, labels, reduction="none")
+        total = (per_example * weight if weighted else per_example).sum()
+        return total + penalty(module) * len(outputs), len(outputs)
+
+    return oracle.train(module, [(x, (y, weight)) for x, y, weight in batches()], make, loss)
 
 
 @pytest.mark.parametrize("size", ["given", "added up"])
@@ -95,10 +89,10 @@ def test_a_loop_on_replicas_is_the_loop_on_one_device(
             given = rows if size == "given" else None
             losses.append(float(strategy.reduce("sum", strategy.run(step, (*batch, given)))))
 
-    expected, expected_losses = alone(OPTIMIZERS[name], weighted)
-    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    expected = alone(OPTIMIZERS[name], weighted)
+    assert losses == pytest.approx(expected.losses, rel=1e-9)
     for duplicate in mirrored.copies:
-        assert_close(duplicate.state_dict(), expected.state_dict())
+        oracle.assert_close(duplicate, expected.module)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
