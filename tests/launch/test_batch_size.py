@@ -47,7 +47,6 @@ def test_the_largest_that_fits_is_found_to_a_sixteenth_and_below_the_bound(most:
 def test_for_speed_the_search_ends_where_larger_batches_bring_nothing():
     bounds = Bounds(start=8, aim="speed")
     trials = searched(bounds, most=10**6, best=100)
-
     assert [trial.rows for trial in trials] == [8, 16, 32, 64, 128, 256, 512]
     assert best_trial(trials, bounds).rows == 128  # the smallest within 2% of the best
     assert best_trial(searched(bounds, most=50, best=100), bounds).rows == 50  # 48 are 4% slower
@@ -89,7 +88,6 @@ def holding(mb_per_row: int) -> Any:
 def test_real_allocations_are_measured_and_kept_below_the_limit():
     # A trial begins with the packages that this process has imported: over 400 MB where transformers is one of them.
     found = ls.find_batch_size(holding(8), aim="memory", memory_limit_mb=1000)
-
     resting_mb = found.trials[0].memory["cpu"][0] - 8 * 8
     fitting = (0.9 * 1000 - resting_mb) / 8
     assert fitting * 15 / 16 - 2 <= found.batch_size <= fitting + 1
@@ -196,7 +194,6 @@ def job() -> tuple[int, int, list[str]]:
 @pytest.mark.workers
 def test_workers_agree_on_what_fits_all_of_them():
     batch_size, per_replica, devices = ls.launch(job, workers=2)
-
     assert per_replica == batch_size // 2
     assert per_replica <= (450 - 150) / 16  # what the second one has room for; the first could take twice as many
     assert devices == ["0/cpu", "1/cpu"]
