@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 
+from lockstep.launch.agent import Agent, Limits, WorkerSetup
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
+from lockstep.launch.output import AllOutput, OutputForwarder
+from lockstep.launch.rendezvous import Hosts
 
 
 def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
@@ -101,3 +108,20 @@ def test_a_record_that_was_not_written_whole_is_none(text: str | None, tmp_path:
     if text is not None:
         path.write_text(text)
     assert FailureRecord.read(path) is None
+
+
+class StoppedAgent(Agent):
+    """An agent whose launcher gets SIGTERM while it starts the workers."""
+
+    def run(self, role: str = "") -> RunResult:
+        raise SignalException("", signal.SIGTERM)
+
+
+def test_a_signal_before_the_workers_had_started_is_no_success(tmp_path: Path):
+    rendezvous = Hosts().meet(print)
+    spec = WorkerSpec(role="worker", local_world_size=1, entrypoint="true", args=(), rdzv_handler=rendezvous)
+    with closing(OutputForwarder(logs=tmp_path, sink=AllOutput())) as forwarder:
+        agent = StoppedAgent(spec, WorkerSetup(forwarder, resources=({},), folder=tmp_path), limits=Limits())
+        agent.run_to_end(rendezvous)
+
+    assert agent.exit_code == 128 + signal.SIGTERM

@@ -219,8 +219,11 @@ class Agent(LocalElasticAgent):
         """The workers' exit code after a signal ended the launcher, as a shell shows it; 0 if none failed.
 
         It is the first code that a worker chose itself, as ``BackupAndRestore`` does, else that of a signal. 1 comes
-        last, because workers end with it that have lost others.
+        last, because workers end with it that have lost others. If no worker had been started, it is the launcher's own
+        signal: a scheduler would take 0 for a job that is done.
         """
+        if self.received is not None and not self.exit_codes:
+            return 128 + self.received
         codes = (code for code in self.exit_codes.values() if code)
         # test_a_code_that_a_worker_chose_comes_before_the_signal_that_ended_another: a worker that saved ends with 75,
         # while one that was slower is killed.
