@@ -5,6 +5,7 @@ What cannot be saved is named by a warning when the position is saved.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
 import json
@@ -18,109 +19,77 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.oracle import vectors
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lockstep.checkpoint.format import flatten, unflatten
 from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import DataError
 
 ROWS, BATCH = 20, 6
+SHARED = random.Random()
+COUNTS = {"epochs": 0}
+epochs_begun = 0
 
 
-class Order(Sampler[int]):
-    """Shuffles by ``rng``, which has a method ``shuffle``."""
-
-    def __init__(self, rng: Any) -> None:
-        self.rng = rng
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(ROWS))
-        self.rng.shuffle(order)
-        return iter(order)
-
-    def __len__(self) -> int:
-        return ROWS
+def sampler(rows: Callable[[Any], Iterator[int]], **state: Any) -> Any:
+    """A sampler whose ``__iter__`` is ``rows``, with these attributes, and a class of its own that counts too."""
+    methods = {"__iter__": rows, "__len__": lambda self: ROWS, "epochs": 0}
+    instance = type(rows.__name__, (Sampler,), methods)()
+    vars(instance).update(state)
+    return instance
 
 
-class InPlace(Order):
+def order_of(seed: int) -> Iterator[int]:
+    return iter(random.Random(seed).sample(range(ROWS), ROWS))
+
+
+def shuffled_by(*generators: Any) -> Iterator[int]:
+    order = list(range(ROWS))
+    for rng in generators:
+        rng.shuffle(order)
+    return iter(order)
+
+
+def by_rng(self: Any) -> Iterator[int]:
+    return shuffled_by(self.rng)
+
+
+def in_place(self: Any) -> Iterator[int]:
     """Shuffles one list again and again, with numbers that begin anew in each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.order = list(range(ROWS))
-
-    def __iter__(self) -> Iterator[int]:
-        random.Random(3).shuffle(self.order)
-        return iter(list(self.order))
+    random.Random(3).shuffle(self.order)
+    return iter(list(self.order))
 
 
-class Permuted(InPlace):
+def permuted(self: Any) -> Iterator[int]:
     """The same with an array."""
-
-    def __init__(self, order: Any) -> None:
-        super().__init__()
-        self.array = order
-
-    def __iter__(self) -> Iterator[int]:
-        self.array[...] = self.array[np.random.default_rng(3).permutation(len(self.array))]
-        return iter([int(row) for row in self.array[:ROWS]])
+    self.array[...] = self.array[np.random.default_rng(3).permutation(len(self.array))]
+    return iter([int(row) for row in self.array[:ROWS]])
 
 
-class ByEpoch(Order):
+def by_epoch(self: Any) -> Iterator[int]:
     """Counts its epochs, at the end of each."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(ROWS))
-        random.Random(self.epoch).shuffle(order)
-        yield from order
-        self.epoch += 1
+    yield from order_of(self.epoch)
+    self.epoch += 1
 
 
-class ByClass(Order):
-    epochs = 0
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        type(self).epochs = 0
-
-    def __iter__(self) -> Iterator[int]:
-        type(self).epochs += 1
-        return iter(random.Random(self.epochs).sample(range(ROWS), ROWS))
+def by_class(self: Any) -> Iterator[int]:
+    type(self).epochs += 1
+    return order_of(self.epochs)
 
 
-class Late(Order):
+def late(self: Any) -> Iterator[int]:
     """Makes its generator when it is first used."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def __iter__(self) -> Iterator[int]:
-        if self.rng is None:
-            self.rng = np.random.default_rng(5)
-        return super().__iter__()
+    self.rng = self.rng or np.random.default_rng(5)
+    return shuffled_by(self.rng)
 
 
-class InContainers(Sampler[int]):
+def in_containers(self: Any) -> Iterator[int]:
     """Draws from generators in a list of dicts, beside which a number changes."""
-
-    def __init__(self) -> None:
-        self.streams: list[dict[str, Any]] = [{"rngs": (random.Random(7), np.random.default_rng(7)), "drawn": 0}]
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(ROWS))
-        for rng in self.streams[0]["rngs"]:
-            rng.shuffle(order)
-        self.streams[0]["drawn"] += 1
-        order = order[self.streams[0]["drawn"] :] + order[: self.streams[0]["drawn"]]
-        return iter(order)
-
-    def __len__(self) -> int:
-        return ROWS
+    order = [*shuffled_by(*self.streams[0]["rngs"])]
+    self.streams[0]["drawn"] += 1
+    return iter(order[self.streams[0]["drawn"] :] + order[: self.streams[0]["drawn"]])
 
 
 class Slots(Sampler[int]):
@@ -130,22 +99,24 @@ class Slots(Sampler[int]):
         self.count = itertools.count(2)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(random.Random(next(self.count)).sample(range(ROWS), ROWS))
+        return order_of(next(self.count))
 
     def __len__(self) -> int:
         return ROWS
 
 
-class Told(Order):
+class Told(Sampler[int]):
     """Holds its state where nobody sees it, and tells it."""
 
     def __init__(self) -> None:
-        super().__init__(None)
         self.hidden = bytearray(1)
 
     def __iter__(self) -> Iterator[int]:
         self.hidden[0] += 1
-        return iter(random.Random(self.hidden[0]).sample(range(ROWS), ROWS))
+        return order_of(self.hidden[0])
+
+    def __len__(self) -> int:
+        return ROWS
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.hidden[0]}
@@ -159,7 +130,7 @@ class Buckets(Sampler[list[int]]):
 
     def __init__(self) -> None:
         self.buckets = [Bucket(range(10)), Bucket(range(10, ROWS))]
-        self.inner = {"order": Order(np.random.RandomState(3))}
+        self.inner = {"order": sampler(by_rng, rng=np.random.RandomState(3))}
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in itertools.islice(self.inner["order"], 4):
@@ -183,9 +154,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
     """Rows that depend on ``noise``, which is called for each."""
 
     def __init__(self, noise: Callable[[], float] = float) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(ROWS, 5, dtype=torch.float64, generator=generator)
-        self.y = torch.randint(0, 3, (ROWS,), generator=generator)
+        ((self.x, self.y),) = vectors((ROWS,))
         self.noise = noise
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +172,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.reads += 1
-        yield from (self.rows[index] for index in random.Random(self.reads).sample(range(ROWS), ROWS))
+        yield from (self.rows[index] for index in order_of(self.reads))
 
 
 class ToldStream(Stream):
@@ -214,7 +183,7 @@ class ToldStream(Stream):
         self.row = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = random.Random(self.reads).sample(range(ROWS), ROWS)
+        order = [*order_of(self.reads)]
         while self.row < ROWS:
             self.row += 1
             yield self.rows[order[self.row - 1]]
@@ -231,7 +200,7 @@ class Batches:
     """No class of torch's."""
 
     def __init__(self) -> None:
-        self.loader = DataLoader(Rows(), BATCH, sampler=Order(random.Random(1)))
+        self.loader = DataLoader(Rows(), BATCH, sampler=sampler(by_rng, rng=random.Random(1)))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
@@ -245,7 +214,7 @@ class Collate:
 
     def __call__(self, rows: Any) -> Any:
         self.rng = self.rng or random.Random(9)
-        return torch.utils.data.default_collate([(x + self.rng.random(), y) for x, y in rows])
+        return default_collate([(x + self.rng.random(), y) for x, y in rows])
 
 
 def closure() -> Callable[[Any], Any]:
@@ -254,103 +223,42 @@ def closure() -> Callable[[Any], Any]:
     def collate(rows: Any) -> Any:
         nonlocal step
         step += 1
-        return torch.utils.data.default_collate([(x * step, y) for x, y in rows])
+        return default_collate([(x * step, y) for x, y in rows])
 
     return collate
 
 
-SHARED = random.Random()
-epochs_begun = 0
-
-
-class OfModule(Order):
+def by_shared(self: Any) -> Iterator[int]:
     """Draws from a generator of its module, as one script's sampler and augmentation do."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        SHARED.seed(8)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(range(ROWS), key=lambda _: SHARED.random()))
+    return iter(SHARED.sample(range(ROWS), ROWS))
 
 
-class ByModule(Order):
+def by_module(self: Any) -> Iterator[int]:
     """Counts epochs in its module."""
+    global epochs_begun
+    epochs_begun += 1
+    return order_of(epochs_begun)
 
-    def __init__(self) -> None:
-        global epochs_begun
-        super().__init__(None)
-        epochs_begun = 0
 
-    def __iter__(self) -> Iterator[int]:
-        global epochs_begun
-        epochs_begun += 1
-        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(epochs_begun)).tolist())
+def by_item(self: Any) -> Iterator[int]:
+    COUNTS["epochs"] += 1
+    return order_of(COUNTS["epochs"])
 
 
 def collate_by_module(rows: Any) -> Any:
-    return torch.utils.data.default_collate([(x * SHARED.randint(1, 100), y) for x, y in rows])
+    return default_collate([(x * SHARED.randint(1, 100), y) for x, y in rows])
 
 
-def by_collate_of_module() -> DataLoader[Any]:
-    SHARED.seed(9)
-    return sampled(SequentialSampler(range(ROWS)), collate_fn=collate_by_module)
-
-
-class Bare(Sampler[int]):
-    """Has no attributes."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-
-class BareByGenerator(Bare):
-    def __iter__(self) -> Iterator[int]:
-        return iter(SHARED.sample(range(ROWS), ROWS))
-
-
-class BareByClass(Bare):
-    epochs = 0
-
-    def __iter__(self) -> Iterator[int]:
-        type(self).epochs += 1
-        return iter(random.Random(self.epochs).sample(range(ROWS), ROWS))
-
-
-class BareByModule(Bare):
-    def __iter__(self) -> Iterator[int]:
-        global epochs_begun
-        epochs_begun += 1
-        return iter(random.Random(epochs_begun).sample(range(ROWS), ROWS))
-
-
-class BareByItem(Bare):
-    def __iter__(self) -> Iterator[int]:
-        COUNTS["epochs"] += 1
-        return iter(random.Random(COUNTS["epochs"]).sample(range(ROWS), ROWS))
-
-
-COUNTS = {"epochs": 0}
-
-
-def bare(kind: type[Bare]) -> DataLoader[Any]:
-    global epochs_begun
-    SHARED.seed(8)
-    BareByClass.epochs = epochs_begun = COUNTS["epochs"] = 0
-    return sampled(kind())
-
-
-class ByFactory(Order):
+def by_factory(self: Any) -> Iterator[int]:
     """Counts in a dict with a default."""
+    self.counts["epochs"] += 1
+    return order_of(self.counts["epochs"])
 
-    def __init__(self, factory: Callable[[], int]) -> None:
-        super().__init__(None)
-        self.counts = defaultdict(factory)
-        assert self.counts["epochs"] in (0, 3)
 
-    def __iter__(self) -> Iterator[int]:
-        self.counts["epochs"] += 1
-        return iter(random.Random(self.counts["epochs"]).sample(range(ROWS), ROWS))
+def counts(factory: Callable[[], int]) -> defaultdict[str, int]:
+    epochs = defaultdict(factory)
+    assert epochs["epochs"] in (0, 3)
+    return epochs
 
 
 class Streams(NamedTuple):
@@ -358,32 +266,16 @@ class Streams(NamedTuple):
     offset: int
 
 
-class InFields(Order):
+def in_fields(self: Any) -> Iterator[int]:
     """Draws from generators in a named tuple and in a dict whose keys are tuples."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.streams = Streams(random.Random(3), 1)
-        self.by_key = {(0, "a"): random.Random(4)}
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(ROWS))
-        for rng in (self.streams.order, self.by_key[0, "a"]):
-            rng.shuffle(order)
-        return iter(order)
+    return shuffled_by(self.streams.order, self.by_key[0, "a"])
 
 
-class Weighted(Order):
+def by_weights(self: Any) -> Iterator[int]:
     """Changes a parameter in place."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.weights = nn.Parameter(torch.ones(ROWS), requires_grad=False)
-
-    def __iter__(self) -> Iterator[int]:
-        self.weights[:3] *= 2
-        generator = torch.Generator().manual_seed(int(self.weights[0]))
-        return iter(torch.multinomial(self.weights, ROWS, True, generator=generator).tolist())
+    self.weights[:3] *= 2
+    generator = torch.Generator().manual_seed(int(self.weights[0]))
+    return iter(torch.multinomial(self.weights, ROWS, True, generator=generator).tolist())
 
 
 class Module(nn.Module):
@@ -397,7 +289,7 @@ class Module(nn.Module):
     def __iter__(self) -> Iterator[int]:
         self.epochs += 1
         self.rows = self.rows + ROWS
-        return iter(random.Random(int(self.epochs + self.rows)).sample(range(ROWS), ROWS))
+        return order_of(int(self.epochs + self.rows))
 
     def __len__(self) -> int:
         return ROWS
@@ -409,7 +301,7 @@ def batches_of_closure() -> Any:
     class Closure:
         def __iter__(self) -> Iterator[Any]:
             epochs[0] += 1
-            return iter(sampled(Order(random.Random(epochs[0]))))
+            return iter(sampled(by_rng, rng=random.Random(epochs[0])))
 
     return Closure()
 
@@ -430,55 +322,54 @@ class Calling(Rows):
         return shifted(x), y
 
 
-def calling() -> DataLoader[Any]:
-    SHARED.seed(9)
-    return sampled(SequentialSampler(range(ROWS)), Calling())
-
-
-def sampled(sampler: Sampler[int], rows: Dataset[Any] | None = None, **settings: Any) -> DataLoader[Any]:
-    return DataLoader(rows or Rows(), BATCH, sampler=sampler, **settings)
+def sampled(rows: Callable[[Any], Iterator[int]], **state: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), BATCH, sampler=sampler(rows, **state))
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
-    "random.Random": lambda: sampled(Order(random.Random(7))),
-    "RandomState": lambda: sampled(Order(np.random.RandomState(7))),
-    "numpy Generator": lambda: sampled(Order(np.random.default_rng(7))),
-    "a generator made late": lambda: sampled(Late()),
-    "generators in containers": lambda: sampled(InContainers()),
-    "Python's own": lambda: sampled(Order(random)),
-    "a list": lambda: sampled(InPlace()),
-    "an array": lambda: sampled(Permuted(np.arange(ROWS))),
-    "a large tensor": lambda: sampled(Permuted(torch.arange(20_000) % ROWS)),
-    "an epoch counter": lambda: sampled(ByEpoch()),
-    "a counter of the class": lambda: sampled(ByClass()),
-    "a generator of the module": lambda: sampled(OfModule()),
-    "a counter of the module": lambda: sampled(ByModule()),
-    "a collator with a generator of the module": by_collate_of_module,
-    "a generator of the module alone": lambda: bare(BareByGenerator),
-    "a counter of the class alone": lambda: bare(BareByClass),
-    "a counter of the module alone": lambda: bare(BareByModule),
-    "an item of the module": lambda: bare(BareByItem),
-    "a dict with a default": lambda: sampled(ByFactory(int)),
-    "a dict with a function's default": lambda: sampled(ByFactory(lambda: 3)),
-    "generators in fields": lambda: sampled(InFields()),
-    "a parameter": lambda: sampled(Weighted()),
-    "buffers": lambda: sampled(Module()),  # type: ignore[arg-type]
+    "random.Random": lambda: sampled(by_rng, rng=random.Random(7)),
+    "RandomState": lambda: sampled(by_rng, rng=np.random.RandomState(7)),
+    "numpy Generator": lambda: sampled(by_rng, rng=np.random.default_rng(7)),
+    "a generator made late": lambda: sampled(late, rng=None),
+    "generators in containers": lambda: sampled(
+        in_containers, streams=[{"rngs": (random.Random(7), np.random.default_rng(7)), "drawn": 0}]
+    ),
+    "Python's own": lambda: sampled(by_rng, rng=random),
+    "a list": lambda: sampled(in_place, order=list(range(ROWS))),
+    "an array": lambda: sampled(permuted, array=np.arange(ROWS)),
+    "a large tensor": lambda: sampled(permuted, array=torch.arange(20_000) % ROWS),
+    "an epoch counter": lambda: sampled(by_epoch, epoch=0),
+    "a counter of the class": lambda: sampled(by_class, rng=None),
+    "a generator of the module": lambda: sampled(by_shared, rng=None),
+    "a counter of the module": lambda: sampled(by_module, rng=None),
+    "a collator with a generator of the module": lambda: DataLoader(Rows(), BATCH, collate_fn=collate_by_module),
+    "a generator of the module alone": lambda: sampled(by_shared),
+    "a counter of the class alone": lambda: sampled(by_class),
+    "a counter of the module alone": lambda: sampled(by_module),
+    "an item of the module": lambda: sampled(by_item),
+    "a dict with a default": lambda: sampled(by_factory, counts=counts(int)),
+    "a dict with a function's default": lambda: sampled(by_factory, counts=counts(lambda: 3)),
+    "generators in fields": lambda: sampled(
+        in_fields, streams=Streams(random.Random(3), 1), by_key={(0, "a"): random.Random(4)}
+    ),
+    "a parameter": lambda: sampled(by_weights, weights=nn.Parameter(torch.ones(ROWS), requires_grad=False)),
+    "buffers": lambda: DataLoader(Rows(), BATCH, sampler=Module()),  # type: ignore[arg-type]
     "a class in a closure": batches_of_closure,
-    "rows that call a function": calling,
-    "a count in a slot": lambda: sampled(Slots()),
-    "state_dict": lambda: sampled(Told()),
+    "rows that call a function": lambda: DataLoader(Calling(), BATCH),
+    "a count in a slot": lambda: DataLoader(Rows(), BATCH, sampler=Slots()),
+    "state_dict": lambda: DataLoader(Rows(), BATCH, sampler=Told()),
     "buckets": lambda: DataLoader(Rows(), batch_sampler=Buckets()),
-    "a nested sampler": lambda: DataLoader(Rows(), batch_sampler=BatchSampler(Order(random.Random(2)), BATCH, False)),
-    "rows that draw": lambda: sampled(SequentialSampler(range(ROWS)), Rows(random.Random(4).random)),
-    "a collator that draws": lambda: sampled(SequentialSampler(range(ROWS)), collate_fn=Collate()),
-    "a closure": lambda: sampled(SequentialSampler(range(ROWS)), collate_fn=closure()),
-    "processes": lambda: sampled(Order(random.Random(7)), num_workers=1),
+    "a nested sampler": lambda: DataLoader(
+        Rows(), batch_sampler=BatchSampler(sampler(by_rng, rng=random.Random(2)), BATCH, False)
+    ),
+    "rows that draw": lambda: DataLoader(Rows(random.Random(4).random), BATCH),
+    "a collator that draws": lambda: DataLoader(Rows(), BATCH, collate_fn=Collate()),
+    "a closure": lambda: DataLoader(Rows(), BATCH, collate_fn=closure()),
+    "processes": lambda: DataLoader(Rows(), BATCH, sampler=sampler(by_rng, rng=random.Random(7)), num_workers=1),
     "a stream": lambda: DataLoader(Stream(), BATCH),
     "a stream with a state": lambda: DataLoader(ToldStream(), BATCH),
     "batches": Batches,
 }
-
-
 UNCHANGED = ("an epoch counter", "a counter of the module", "a counter of the module alone")
 
 Position = dict[str, Any]
@@ -503,6 +394,13 @@ def read(data: DistributedDataset, epochs: int, *, save_at: tuple[int, int] | No
     return batches, position
 
 
+def make(source: str) -> Any:
+    global epochs_begun
+    SHARED.seed(8)
+    epochs_begun = COUNTS["epochs"] = 0
+    return SOURCES[source]()
+
+
 def seed() -> None:
     random.seed(5)
     torch.manual_seed(6)
@@ -516,14 +414,14 @@ def test_what_comes_next_is_what_would_have_come(
 ) -> None:
     if reused and source in UNCHANGED and at == (0, 2):
         pytest.skip("what no epoch has changed yet is not saved, so that a program may set it otherwise")
-    devices, given = split_cpu(2), SOURCES[source]()
+    devices, given = split_cpu(2), make(source)
     seed()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the batches before the saved position")
         expected, position = read(DistributedDataset(given, devices), 3, save_at=at)
         random.random()
-        data = DistributedDataset(given if reused else SOURCES[source](), devices)
+        data = DistributedDataset(given if reused else make(source), devices)
         data.load_state_dict(position)
         found, _ = read(data, 3 - at[0] - (at[1] < 0))
     assert found
@@ -532,105 +430,85 @@ def test_what_comes_next_is_what_would_have_come(
 
 def test_a_second_resume_is_right_too(split_cpu: Any) -> None:
     devices = split_cpu(1)
-    expected, position = read(DistributedDataset(sampled(ByEpoch()), devices), 4, save_at=(1, -1))
+    expected, position = read(DistributedDataset(sampled(by_epoch, epoch=0), devices), 4, save_at=(1, -1))
     for epoch in (2, 3):
-        data = DistributedDataset(sampled(ByEpoch()), devices)
+        data = DistributedDataset(sampled(by_epoch, epoch=0), devices)
         data.load_state_dict(position)
         found, position = read(data, 1, save_at=(0, -1))
         assert found == expected[4 * epoch : 4 * epoch + 4]
 
 
-class Cycling(Order):
+def cycling(self: Any) -> Iterator[int]:
     """Goes on with one iterator from epoch to epoch."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.rows = itertools.cycle(random.Random(1).sample(range(ROWS), ROWS))
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self.rows, 15)
+    return itertools.islice(self.cycle, 15)
 
 
-class Objects(Order):
+def of_objects(self: Any) -> Iterator[int]:
     """Shuffles an array of objects, which no checkpoint can hold."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.order = np.array([Bucket([row]) for row in range(ROWS)], dtype=object)
-
-    def __iter__(self) -> Iterator[int]:
-        np.random.default_rng(3).shuffle(self.order)
-        return iter([bucket.rows[0] for bucket in self.order])
+    np.random.default_rng(3).shuffle(self.order)
+    return iter([bucket.rows[0] for bucket in self.order])
 
 
-class Ring(Order):
-    """A pointer into a ring of linked objects, of more objects than are looked into."""
+class Node:
+    __slots__ = ("following", "row")
 
-    class Node:
-        __slots__ = ("following", "row")
-
-        def __init__(self, row: int, following: Any) -> None:
-            self.row, self.following = row, following
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        last = self.node = Ring.Node(ROWS - 1, None)
-        for row in reversed(range(ROWS - 1)):
-            self.node = Ring.Node(row, self.node)
-        last.following = self.node
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(15):
-            yield self.node.row
-            self.node = self.node.following
+    def __init__(self, row: int, following: Any) -> None:
+        self.row, self.following = row, following
 
 
-class Pointing(Order):
+def ring() -> Node:
+    """Linked objects, of more objects than are looked into."""
+    last = node = Node(ROWS - 1, None)
+    for row in reversed(range(ROWS - 1)):
+        node = Node(row, node)
+    last.following = node
+    return node
+
+
+def linked(self: Any) -> Iterator[int]:
+    for _ in range(15):
+        yield self.node.row
+        self.node = self.node.following
+
+
+def pointing(self: Any) -> Iterator[int]:
     """A pointer into a list of objects."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.buckets = [Bucket(range(10)), Bucket(range(10, ROWS))]
-        self.bucket = self.buckets[0]
-
-    def __iter__(self) -> Iterator[int]:
-        rows = self.bucket.rows
-        self.bucket = self.buckets[self.bucket is self.buckets[0]]
-        return iter(rows)
+    rows = self.bucket.rows
+    self.bucket = self.buckets[self.bucket is self.buckets[0]]
+    return iter(rows)
 
 
-class Trained(Order):
+def trained(self: Any) -> Iterator[int]:
     """Changes a parameter that might be one of the model."""
+    self.weights.data[:3] *= 2
+    return iter(self.weights.argsort().tolist())
 
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.weights = nn.Parameter(torch.ones(ROWS))
 
-    def __iter__(self) -> Iterator[int]:
-        self.weights.data[:3] *= 2
-        return iter(self.weights.argsort().tolist())
+BUCKETS = [Bucket(range(10)), Bucket(range(10, ROWS))]
 
 
 @pytest.mark.parametrize(
-    ("sampler", "name"),
+    ("rows", "name", "state"),
     [
-        (Cycling, "sampler.rows"),
-        (Objects, "sampler.order"),
-        (Ring, "sampler.node"),
-        (Pointing, "sampler.bucket"),
-        (Trained, "sampler.weights"),
+        (cycling, "cycle", {"cycle": itertools.cycle(range(ROWS))}),
+        (of_objects, "order", {"order": np.array([Bucket([row]) for row in range(ROWS)], dtype=object)}),
+        (linked, "node", {"node": ring()}),
+        (pointing, "bucket", {"buckets": BUCKETS, "bucket": BUCKETS[0]}),
+        (trained, "weights", {"weights": nn.Parameter(torch.ones(ROWS))}),
     ],
 )
 @pytest.mark.parametrize("at", [(0, -1), (1, 0)])
-def test_what_cannot_be_saved_is_named_once(split_cpu: Any, sampler: Any, name: str, at: tuple[int, int]) -> None:
-    data = DistributedDataset(sampled(sampler()), split_cpu(1))
+def test_what_cannot_be_saved_is_named_once(
+    split_cpu: Any, rows: Any, name: str, state: dict[str, Any], at: tuple[int, int]
+) -> None:
+    data = DistributedDataset(sampled(rows, **copy.deepcopy(state)), split_cpu(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         read(data, 3, save_at=at)
         data.state_dict()
     (text,) = [str(warning.message) for warning in caught]
-    assert f"without {name} " in text
-    assert sampler.__name__ in text
+    assert f"without sampler.{name} " in text
+    assert rows.__name__ in text
     assert "state_dict() and load_state_dict()" in text
 
 
@@ -659,8 +537,8 @@ def test_what_does_not_decide_the_order_is_not_warned_of(split_cpu: Any) -> None
 
 def test_an_attribute_that_never_changes_is_the_program_s(split_cpu: Any) -> None:
     devices = split_cpu(1)
-    _, position = read(DistributedDataset(sampled(ByEpoch()), devices), 2, save_at=(1, -1))
-    loader = sampled(ByEpoch())
+    _, position = read(DistributedDataset(sampled(by_epoch, epoch=0), devices), 2, save_at=(1, -1))
+    loader = sampled(by_epoch, epoch=0)
     loader.batch_sampler.batch_size = 4
     data = DistributedDataset(loader, devices)
     data.load_state_dict(position)
@@ -669,19 +547,17 @@ def test_an_attribute_that_never_changes_is_the_program_s(split_cpu: Any) -> Non
 
 
 def test_a_program_that_sets_the_epoch_after_loading_has_its_own(split_cpu: Any) -> None:
-    class Seeded(ByEpoch):
-        def __iter__(self) -> Iterator[int]:
-            return iter(random.Random(self.epoch).sample(range(ROWS), ROWS))
+    def make() -> Any:
+        sampler = sampled(lambda self: order_of(self.epoch), epoch=0)
+        sampler.sampler.set_epoch = lambda epoch: setattr(sampler.sampler, "epoch", epoch)
+        return DistributedDataset(sampler, split_cpu(1))
 
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-    data = DistributedDataset(sampled(Seeded()), split_cpu(1))
+    data = make()
     data.set_epoch(1)
     _, position = read(data, 1, save_at=(0, -1))
     data.set_epoch(2)
     expected, _ = read(data, 1)
-    other = DistributedDataset(sampled(Seeded()), split_cpu(1))
+    other = make()
     other.load_state_dict(position)
     other.set_epoch(2)
     assert read(other, 1)[0] == expected
@@ -690,7 +566,7 @@ def test_a_program_that_sets_the_epoch_after_loading_has_its_own(split_cpu: Any)
 def test_data_of_another_kind_is_refused(split_cpu: Any) -> None:
     devices = split_cpu(1)
     _, position = read(DistributedDataset(DataLoader(Rows(), batch_sampler=Buckets()), devices), 2, save_at=(1, -1))
-    data = DistributedDataset(sampled(Order(random)), devices)
+    data = DistributedDataset(sampled(by_rng, rng=random), devices)
     with pytest.raises(DataError, match=r"the state of batch_sampler\.buckets\[0\].*give the data and samplers"):
         data.load_state_dict(position)
 
@@ -705,4 +581,4 @@ class Lazy:
 def test_no_code_of_the_data_s_objects_runs(split_cpu: Any) -> None:
     rows = Rows()
     rows.library = Lazy()  # type: ignore[attr-defined]
-    read(DistributedDataset(sampled(SequentialSampler(rows), rows), split_cpu(1)), 2, save_at=(1, -1))
+    read(DistributedDataset(DataLoader(rows, BATCH), split_cpu(1)), 2, save_at=(1, -1))
