@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.data.conftest import RunWorkers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -14,9 +15,6 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset
 from lockstep.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from tests.data.conftest import RunWorkers
 
 
 def own(workers: Communicator, source: Any, devices: Sequence[LogicalDevice]) -> DistributedDataset:
@@ -44,7 +42,6 @@ def test_the_iteration_goes_on_until_all_have_ended(split_cpu, run_workers: RunW
 
 def test_a_worker_without_data_is_named(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(2)
-
     with pytest.raises(DataError, match="the data of worker 1 has no batch; give every worker at least one"):
         run_workers((1, 2), lambda workers: list(own(workers, [torch.ones(2)][workers.index :], devices)))
 

@@ -170,7 +170,6 @@ def test_the_epoch_reaches_samplers_and_data(three):
 
 def test_a_sampler_that_leaves_rows_to_other_processes_is_refused(three):
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-
     with pytest.raises(DataError, match="with a DistributedSampler, which takes one worker's part of the data already"):
         DistributedDataset(DataLoader(range(8), sampler=sampler), three)
 
@@ -216,6 +215,21 @@ def test_a_function_is_called_once_with_its_place(three):
     assert rows(dataset) == expected
     assert len(dataset) == 2
     assert contexts == [InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=3)]
+
+
+def test_a_global_batch_is_divided_among_all_replicas():
+    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(128) == 32
+    for size, choice in ((10, "choose 8 or 12"), (2, "choose 4"), (0, "choose 4"), (-4, "choose 4")):
+        with pytest.raises(ValueError, match=f"global_batch_size={size} does not divide among 4 replicas; {choice}$"):
+            InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(size)
+
+
+def test_a_place_is_one_of_those_there_are():
+    for settings in ({"num_replicas_in_sync": 0}, {"num_input_pipelines": 0}, {"input_pipeline_id": -1}):
+        with pytest.raises(ValueError, match="give at least 1 replica, and an id below num_input_pipelines"):
+            InputContext(**settings)
+    with pytest.raises(ValueError, match=r"input_pipeline_id=2, .*and an id below num_input_pipelines"):
+        InputContext(num_input_pipelines=2, input_pipeline_id=2)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

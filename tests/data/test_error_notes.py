@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import lockstep as ls
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 X, Y = torch.arange(55.0).reshape(11, 5).sin(), (torch.arange(11) % 2).float()
 BATCHES = [(X[:9], Y[:9]), (X[9:], Y[9:])]
@@ -74,14 +70,12 @@ def test_fit_says_it_too(make_strategy: MakeStrategy, method: str):
         module = Squeezed()
         model = ls.Model(module)
         model.compile(torch.optim.SGD(module.parameters(), 0.1), nn.BCEWithLogitsLoss())
-
     told = notes(lambda: getattr(model, method)(BATCHES, verbose=0), ValueError)
     assert "has 1 of the 2 rows of the batch" in told
 
 
 def test_a_size_of_the_whole_batch(make_strategy: MakeStrategy):
     told = notes(lambda: run(make_strategy(2), lambda x, y: x.view(9, 5), BATCHES), RuntimeError)
-
     assert re.search("has [45] of the 9 rows of the batch", told)
     assert ".view(9, ...)" in told
     assert "squeeze" not in told
@@ -105,7 +99,6 @@ def test_the_advice_is_for_mistakes_that_the_size_of_a_shard_makes(
     make_strategy: MakeStrategy, step: Callable[[Tensor, Tensor], Tensor], advice: str | None
 ):
     told = notes(lambda: run(make_strategy(2), step, BATCHES), (RuntimeError, IndexError))
-
     assert re.search("^raised in replica [01] .*, which has [45] of the 9 rows of the batch", told)
     assert (advice in told) if advice else told.endswith("rows of the batch")
 

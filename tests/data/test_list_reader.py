@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle import assert_close, sgd, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -294,41 +296,32 @@ def ragged(rows: int, seed: int) -> tuple[list[Tensor], Tensor]:
     return x, torch.randint(0, 2, (rows,), generator=random)
 
 
+def compiled(strategy: ls.Strategy, module: nn.Module, loss: Any) -> ls.Model:
+    with strategy.scope():
+        model = ls.Model(module)
+        model.compile(optimizer=sgd, loss=loss)
+    return model
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_fit_evaluate_and_predict_on_lists_of_sequences_equal_one_device(make_strategy, replicas: int):
     data = [ragged(rows, seed) for seed, rows in enumerate((6, 5, 3, 9))]
-    torch.manual_seed(0)
-    trained, alone = Pooled().double(), Pooled().double()
-    alone.load_state_dict(trained.state_dict())
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(alone(x), y).backward()
-        optimizer.step()
-    with make_strategy(replicas).scope():
-        model = ls.Model(trained)
-        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=F.cross_entropy)
+    trained = Pooled().double()
+    alone = train(copy.deepcopy(trained), data).module
+    model = compiled(make_strategy(replicas), trained, F.cross_entropy)
     model.fit(data, epochs=1, verbose=0)
-    torch.testing.assert_close(trained.state_dict(), dict(alone.state_dict()), rtol=1e-9, atol=1e-12)
+    assert_close(trained, alone)
     outputs = torch.cat([alone(x) for x, _ in data]).detach()
-    torch.testing.assert_close(model.predict(data), outputs, rtol=1e-9, atol=1e-12)
+    assert_close(model.predict(data), outputs)
     expected = F.cross_entropy(outputs, torch.cat([y for _, y in data])).item()
     assert model.evaluate(data, verbose=0)["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_fit_takes_lists_of_two_alike_as_inputs_and_targets(make_strategy):
-    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    trained, alone = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    alone.load_state_dict(trained.state_dict())
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    F.mse_loss(alone(x), x).backward()
-    optimizer.step()
-    with make_strategy(2).scope():
-        model = ls.Model(trained)
-        model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=F.mse_loss)
-    model.fit([[x, x]], epochs=1, verbose=0)
-    torch.testing.assert_close(trained.state_dict(), dict(alone.state_dict()), rtol=1e-9, atol=1e-12)
+    x, trained = torch.randn(6, 3, dtype=torch.float64), nn.Linear(3, 3).double()
+    alone = train(copy.deepcopy(trained), [(x, x)], loss=F.mse_loss).module
+    compiled(make_strategy(2), trained, F.mse_loss).fit([[x, x]], epochs=1, verbose=0)
+    assert_close(trained, alone)
 
 
 def test_split_batches_keep_their_lists(make_strategy):

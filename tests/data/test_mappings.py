@@ -8,24 +8,19 @@ import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
+from tests.data.conftest import RunWorkers
 from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.collectives.per_replica import select
 from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import DataError
-
-if TYPE_CHECKING:
-    from tests.data.conftest import RunWorkers
-
-    from lockstep.strategies.mirrored import MirroredStrategy
-
-    MakeStrategy = Callable[..., MirroredStrategy]
 
 X, Y = torch.arange(35.0).reshape(7, 5).sin(), torch.arange(7) % 3
 
@@ -102,7 +97,6 @@ def test_it_may_stand_in_other_structures(make_strategy: MakeStrategy, make: Cal
 def test_a_type_that_cannot_be_made_is_named(make_strategy: MakeStrategy, kind: type):
     batch = Fields(X, Y) if kind is Fields else Attributes({"x": X, "y": Y})
     batch.__class__ = kind
-
     with pytest.raises(DataError, match=rf"is a {kind.__name__}.*dict\(batch\)"):
         next(iter(make_strategy(2).distribute_dataset([batch])))
 
@@ -128,7 +122,6 @@ def test_fit_calls_the_module_with_its_items(make_strategy: MakeStrategy):
 def test_a_step_sees_an_empty_shard_in_it(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     (batch,) = strategy.distribute_dataset([Wrapped({"x": X[:2], "y": Y[:2]})])
-
     assert strategy.run(lambda batch: ls.has_rows(batch), (batch,)).values == (True, True, False)
 
 
@@ -263,9 +256,7 @@ def test_items_that_a_constructor_copies_are_no_attributes(make_strategy: MakeSt
     given = Cloned({"x": torch.full((7, 5), torch.nan), "y": Y})
     given.made = datetime.date(2020, 1, 2)
     (batch,) = make_strategy(2).distribute_dataset([given])
-
     sizes, days = make_strategy(2).run(lambda shard: (len(shard["x"]), shard.made.day), (batch,))
-
     assert (sizes.values, days) == ((4, 3), 2)
 
 
@@ -286,26 +277,21 @@ def test_what_follows_from_the_items_is_the_shard_s(make_strategy: MakeStrategy)
     batch = Task({"x": X, "y": Y})
     assert batch.total != 0
     (distributed,) = make_strategy(2).distribute_dataset([batch])
-
     numbers = make_strategy(2).run(lambda shard: (shard.number, shard.total), (distributed,))
-
     assert numbers[0].values == (4, 3)
     assert sum(numbers[1].values) == pytest.approx(batch.total, abs=1e-5)
 
 
 def test_each_replica_has_the_attributes_of_its_batch(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy(2)
-
     batches = [Task({"x": X + index}, task=f"number {index}") for index in range(2)]
     (batch,) = strategy.distribute_datasets_from_function(lambda _: batches)
-
     assert strategy.run(lambda shard: shard.task, (batch,)).values == ("number 0", "number 1")
 
 
 def test_a_tensor_with_rows_among_the_attributes_is_warned_of(make_strategy: MakeStrategy) -> None:
     batch, other = Marked({"x": X, "y": Y}), Marked({"x": X, "y": Y})
     batch.weights, other.weights = torch.ones(7), torch.ones(3)
-
     with pytest.warns(UserWarning, match=r"of 7 rows is a Marked whose attributes weights .* batch\['weights'\]"):
         list(make_strategy(2).distribute_dataset([batch]))
     with warnings.catch_warnings():
@@ -326,7 +312,6 @@ def test_a_list_that_cannot_be_made_is_named(make_strategy: MakeStrategy) -> Non
 
 def test_a_list_of_rows_that_becomes_a_plain_one_is_warned_of(make_strategy: MakeStrategy) -> None:
     names = Columns([f"row {row}" for row in range(7)])
-
     with pytest.warns(UserWarning, match="a Columns of one item a row, and each replica gets a list"):
         (batch,) = make_strategy(2).distribute_dataset([{"x": X, "names": names}])
     assert make_strategy(2).run(lambda shard: shard["names"][0], (batch,)).values == ("row 0", "row 4")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.data.conftest import RunWorkers
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -24,10 +25,8 @@ from torch.utils.data import (
 from lockstep.collectives.communicator import Communicator
 from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset
+from lockstep.data.worker_sync import start_together
 from lockstep.errors import ClusterError, CollectiveError, DataError
-
-if TYPE_CHECKING:
-    from tests.data.conftest import RunWorkers
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2, 1), (1, 1, 1)]
 
@@ -135,9 +134,7 @@ def by_hand(
 
 def test_batches_cut_by_hand(split_cpu, run_workers: RunWorkers):
     source, devices = [torch.arange(7), torch.arange(2)], split_cpu(2)
-
     found = run_workers((2, 1), lambda workers: seen(by_hand(workers, source, devices)))
-
     assert found == [[[[0, 1, 2], [3, 4]], [[0], [1]]], [[[5, 6]], [[]]]]
 
 
@@ -156,24 +153,20 @@ def test_only_the_own_rows_are_loaded(split_cpu, run_workers: RunWorkers):
     assert run_workers((1, 1, 1), body) == [[0, 1, 6], [2, 3, 7], [4, 5, 6]]
 
 
-def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers: RunWorkers):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda index: [torch.arange(2)] * (4 if index == 1 else 3), r"worker 1 has 4 .*worker 0 has 3"),
+        (
+            lambda index: DataLoader(Logged(8 - index % 2), batch_size=4),
+            "worker 1 has 7 examples, worker 0 has 8",
+        ),
+    ],
+)
+def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers: RunWorkers, make: Any, message: str):
     devices = split_cpu(1)
-
-    def body(workers: Communicator) -> None:
-        by_hand(workers, [torch.arange(2)] * (4 if workers.index == 1 else 3), devices).iterate()
-
-    with pytest.raises(ClusterError, match=r"worker 1 has 4 .*worker 0 has 3"):
-        run_workers((1, 1, 1), body)
-
-
-def test_examples_that_differ_within_as_many_batches_are_named(split_cpu, run_workers: RunWorkers):
-    devices = split_cpu(1)
-
-    def body(workers: Communicator) -> None:
-        by_hand(workers, DataLoader(Logged(8 - workers.index), batch_size=4), devices).iterate()
-
-    with pytest.raises(ClusterError, match="worker 1 has 7 examples, worker 0 has 8"):
-        run_workers((1, 1), body)
+    with pytest.raises(ClusterError, match=message):
+        run_workers((1, 1, 1), lambda workers: by_hand(workers, make(workers.index), devices).iterate())
 
 
 def test_an_end_that_comes_early_is_named(split_cpu, run_workers: RunWorkers):
@@ -256,10 +249,22 @@ def test_a_collate_fn_that_makes_other_numbers_of_rows_loses_none(split_cpu, run
     def body(workers: Communicator) -> list[Any]:
         return seen(by_hand(workers, DataLoader(Logged(5), batch_size=4, collate_fn=doubled), devices))
 
-    found = run_workers((2, 1), body)
-    assert [
-        sorted(row for worker in batch for shard in worker for row in shard) for batch in zip(*found, strict=True)
-    ] == [
-        [0, 0, 1, 1, 2, 2, 3, 3],
-        [4, 4],
-    ]
+    batches = in_one(run_workers((2, 1), body))
+    assert [sorted(row for shard in batch for row in shard) for batch in batches] == [[0, 0, 1, 1, 2, 2, 3, 3], [4, 4]]
+
+
+def drawn_after(workers: Communicator, generators: int) -> list[int]:
+    """What generators draw that every worker seeded in its own way."""
+    local = [torch.Generator().manual_seed(10 * workers.index + number) for number in range(generators)]
+    start_together(workers, [torch.zeros(2)], local)
+    return [int(torch.randint(2**31, (), generator=generator)) for generator in local]
+
+
+def test_all_generators_go_on_from_where_the_chief_s_stand(run_workers: RunWorkers):
+    expected = [int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(seed))) for seed in (0, 1)]
+    assert run_workers((1, 2, 1), drawn_after, 2) == [expected] * 3
+
+
+def test_a_worker_with_other_generators_is_named(run_workers: RunWorkers):
+    with pytest.raises(ClusterError, match=r"worker 1 has 1 torch\.Generators, worker 0 has 0"):
+        run_workers((1, 1), lambda workers: drawn_after(workers, workers.index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -50,6 +51,16 @@ def in_one(found: Any) -> Any:
     return [[shard for worker in batch for shard in worker] for batch in zip(*found, strict=True)]
 
 
+def sources() -> dict[str, DataLoader[Any]]:
+    numbers = TensorDataset(torch.arange(10))
+    return {
+        "shuffled": loader(numbers, shuffle=True),
+        "persistent": loader(numbers, shuffle=True, num_workers=2, persistent_workers=True),
+        "stream": loader(Stream()),
+        "drawing": loader(Drawing(), shuffle=True),
+    }
+
+
 def job() -> dict[str, Any]:
     cpu = ls.config.list_physical_devices("CPU")[0]
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * max(REPLICAS))
@@ -58,13 +69,7 @@ def job() -> dict[str, Any]:
     options = ls.CommunicationOptions(lost_after_s=60)
     strategy = ls.MultiWorkerMirroredStrategy(devices, communication=options)
     found: dict[str, Any] = {}
-    plain = loader(TensorDataset(torch.arange(10)), shuffle=True)
-    for name, source in {
-        "shuffled": plain,
-        "persistent": loader(TensorDataset(torch.arange(10)), shuffle=True, num_workers=2, persistent_workers=True),
-        "stream": loader(Stream()),
-        "drawing": loader(Drawing(), shuffle=True),
-    }.items():
+    for name, source in sources().items():
         torch.manual_seed(SEEDS[index])
         random.seed(index)
         data = strategy.distribute_dataset(source)
@@ -92,41 +97,22 @@ def result() -> dict[str, Any]:
     return ls.launch(job, workers=len(REPLICAS), timeout_s=250)
 
 
-@pytest.mark.parametrize("name", ["shuffled", "persistent"])
-def test_workers_that_are_seeded_apart_shuffle_as_the_chief(split_cpu, name: str):
-    settings = {
-        "shuffled": {},
-        "persistent": {"num_workers": 2, "persistent_workers": True},
-    }[name]
-    strategy = ls.MirroredStrategy(split_cpu(3))
-    torch.manual_seed(SEEDS[0])
-    data = strategy.distribute_dataset(loader(TensorDataset(torch.arange(10)), shuffle=True, **settings))
-    expected = [local(data) for _ in range(2)]
-    drawn = torch.rand(()).item()
-    strategy.close()
-
-    found = result()[name]
-
-    assert [in_one([worker[epoch] for worker in found]) for epoch in range(2)] == expected
-    assert result()[f"{name}: drawn after"] == [drawn, drawn]
-
-
-def test_a_stream_draws_as_the_chiefs(split_cpu):
-    strategy = ls.MirroredStrategy(split_cpu(3))
-    torch.manual_seed(SEEDS[0])
-    data = strategy.distribute_dataset(loader(Stream()))
-    expected = [local(data) for _ in range(2)]
-    strategy.close()
-
-    found = result()["stream"]
-
-    assert [in_one([worker[epoch] for worker in found]) for epoch in range(2)] == expected
+@pytest.mark.parametrize("name", ["shuffled", "persistent", "stream"])
+def test_workers_that_are_seeded_apart_draw_as_the_chief(split_cpu, name: str):
+    with closing(ls.MirroredStrategy(split_cpu(3))) as strategy:
+        torch.manual_seed(SEEDS[0])
+        data = strategy.distribute_dataset(sources()[name])
+        expected = [local(data) for _ in range(2)]
+        drawn = torch.rand(()).item()
+    workers = result()[name]
+    assert [in_one([worker[epoch] for worker in workers]) for epoch in range(2)] == expected
+    if name != "stream":
+        assert result()[f"{name}: drawn after"] == [drawn, drawn]
 
 
 def test_rows_of_two_workers_draw_other_numbers():
     rows = [torch.cat([torch.tensor(s) for b in e for s in b if s]) for worker in result()["drawing"] for e in worker]
     drawn = torch.cat(rows)[:, 1].tolist()
-
     assert len(set(drawn)) == len(drawn) == 20
     assert sorted(torch.cat(rows)[:, 0].tolist()) == sorted([*range(10)] * 2)
     first, second = result()["drawing: drawn after"]

@@ -161,7 +161,6 @@ OTHER = [name for name in sources(0) if name.startswith("other")]
 @pytest.mark.parametrize("name", [*OTHER, "fit"])
 def test_all_workers_are_told_of_other_rows(name: str):
     told = result()[name]
-
     assert all("the workers' data differ: worker 1" in each and 'shard="off"' in each for each in told), told
 
 
@@ -172,7 +171,6 @@ def test_equal_and_random_rows_are_no_other_rows(name: str):
 
 def test_the_chief_warns_of_pictures_that_differ_a_little():
     chiefs, others = result()["another decoder"]
-
     assert "warning: the workers' data differ" in chiefs
     assert others == ""
 

@@ -10,10 +10,11 @@ import threading
 import traceback
 
 import pytest
+import torch
 
 from lockstep.data import prefetch
 from lockstep.data.prefetch import ReadAhead, checked_depth
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 
 LIMIT_S = 20
 # How long to look for something that must not happen.
@@ -44,15 +45,8 @@ def test_a_depth_is_a_number_of_batches(depth):
         checked_depth(depth)
 
 
-def test_nothing_is_read_ahead_at_depth_0():
-    read = []
-    iterator = ReadAhead((read.append(item) for item in range(3)), 0)
-    next(iterator)
-    assert read == [0]
-    assert readers() == []
-
-
-def test_at_most_depth_items_are_ReadAhead():
+@pytest.mark.parametrize("depth", [0, 2])
+def test_at_most_depth_items_are_read_ahead(depth):
     begun = [threading.Event() for _ in range(9)]
 
     def source():
@@ -60,12 +54,12 @@ def test_at_most_depth_items_are_ReadAhead():
             event.set()
             yield item
 
-    iterator = ReadAhead(source(), 2)
+    iterator = ReadAhead(source(), depth)
     assert not begun[0].is_set()
     for taken in range(5):
         assert next(iterator) == taken
-        assert begun[taken + 2].wait(LIMIT_S)
-        assert not begun[taken + 3].wait(NEVER_S)
+        assert begun[taken + depth].wait(LIMIT_S)
+        assert not begun[taken + depth + 1].wait(NEVER_S)
     iterator.close()
 
 
@@ -76,40 +70,14 @@ def test_the_first_item_is_read_by_the_consumer_and_the_others_by_the_thread():
 
 def test_an_abandoned_iterator_ends_its_thread():
     iterator = ReadAhead(itertools.count(), 2)
-    for item in iterator:
-        if item == 3:
-            break
+    next(iterator), next(iterator)
     assert len(readers()) == 1
     del iterator
     gc.collect()
     assert readers() == []
 
 
-def test_a_closed_iterator_ends_its_thread_and_its_items():
-    iterator = ReadAhead(itertools.count(), 2)
-    assert next(iterator) == 0
-    iterator.close()
-    assert readers() == []
-    assert list(iterator) == []
-    iterator.close()
-
-
-def test_closing_before_the_first_item_drops_the_source():
-    ended = []
-
-    def source():
-        try:
-            yield from range(3)
-        finally:
-            ended.append(True)
-
-    iterator = ReadAhead(source(), 2)
-    iterator.close()
-    assert list(iterator) == []
-    assert ended == []  # it never began
-
-
-def test_a_source_that_is_dropped_midway_is_finalized():
+def test_a_closed_iterator_ends_its_thread_its_items_and_its_source():
     ended = threading.Event()
 
     def source():
@@ -119,9 +87,19 @@ def test_a_source_that_is_dropped_midway_is_finalized():
             ended.set()
 
     iterator = ReadAhead(source(), 2)
-    next(iterator)
+    assert next(iterator) == 0
     iterator.close()
     assert ended.is_set()
+    assert readers() == []
+    assert list(iterator) == []
+    iterator.close()
+
+
+def test_closing_before_the_first_item_drops_the_source():
+    begun = []
+    iterator = ReadAhead((begun.append(item) for item in range(3)), 2)
+    iterator.close()
+    assert list(iterator) == begun == []
 
 
 def broken_source(after):
@@ -150,6 +128,18 @@ def test_even_an_exit_of_the_source_reaches_the_consumer():
     next(iterator)
     with pytest.raises(SystemExit):
         next(iterator)
+
+
+def test_a_source_that_draws_is_refused_and_takes_no_numbers_from_the_loop():
+    torch.manual_seed(7)
+    torch.rand(2)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    iterator = ReadAhead((torch.rand(2) for _ in range(4)), 2)
+    next(iterator)
+    with pytest.raises(DataError, match=r"draws from torch's default generator, which is the loop's; .* prefetch=0"):
+        list(iterator)
+    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.fixture

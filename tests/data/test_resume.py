@@ -115,16 +115,13 @@ def test_what_is_passed_over_is_as_if_it_had_been_taken(split_cpu, name: str, ta
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_rounds_are_passed_over(split_cpu, taken: int):
     data = PerReplicaDataset(lambda _: [torch.tensor([n]) for n in range(5)], split_cpu(2))
-
     found = [[shard.tolist() for shard in batch] for batch in data.iterate(skip=taken)]
-
     assert found == [[[0], [1]], [[2], [3]], [[4], []]][taken:]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_passing_over_all_and_more_leaves_nothing(split_cpu, prefetch: int):
     data = DistributedDataset([torch.arange(2)] * 3, split_cpu(2), prefetch=prefetch)
-
     assert [list(data.iterate(skip=skip)) for skip in (3, 9)] == [[], []]
 
 
@@ -136,14 +133,12 @@ def test_a_skip_is_a_number_of_batches(split_cpu, skip: Any):
 
 def test_a_state_of_other_data_is_refused(split_cpu):
     state = random_state(SOURCES["generator"]())
-
     with pytest.raises(DataError, match=r"2 generators .*now holds 0"):
         DistributedDataset([torch.arange(2)], split_cpu(1)).iterate(random=state)
 
 
 def test_a_state_is_of_tensors_alone():
     state = random_state(SOURCES["sampler"]())
-
     assert {type(value) for value in state.values()} == {Tensor}
     assert set(state) == {"torch", "python", "python normal", "numpy", "numpy normal", "data 0", "data 1"}
 
@@ -153,7 +148,5 @@ def test_second_halves_of_normal_pairs_are_kept():
     state = random_state([])
     expected = [(random.gauss(), numpy.random.normal()) for _ in range(2)]
     random.gauss()
-
     set_random_state([], state)
-
     assert [(random.gauss(), numpy.random.normal()) for _ in range(2)] == expected

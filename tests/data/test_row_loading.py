@@ -207,9 +207,7 @@ def in_one_process(name: str, devices: Sequence[Any]) -> Found:
 def test_a_replica_gets_the_same_bits_on_every_layout(split_cpu, name: str, layout: tuple[int, ...]):
     devices = split_cpu(REPLICAS)
     expected = in_one_process(name, devices)
-
     found = read(lambda: SOURCES[name](0), layout, devices)
-
     assert found.first == expected.first
     assert found.second == expected.second
     assert found.drawn == expected.drawn
@@ -217,23 +215,15 @@ def test_a_replica_gets_the_same_bits_on_every_layout(split_cpu, name: str, layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["shuffled", "generator"])
+@pytest.mark.parametrize("name", ["shuffled", "generator", "persistent"])
 def test_processes_load_the_same_bits(split_cpu, name: str, layout: tuple[int, ...]):
     devices = split_cpu(REPLICAS)
-    expected = in_one_process(name, devices)
-
-    found = read(lambda: SOURCES[name](2), layout, devices)
-
-    assert (found.first, found.second, found.drawn) == (expected.first, expected.second, expected.drawn)
-
-
-def test_persistent_processes_draw_a_seed_for_each_iteration(split_cpu):
-    devices = split_cpu(REPLICAS)
-    expected = in_one_process("shuffled", devices)
-
-    found = read(lambda: loader(shuffle=True, num_workers=2, persistent_workers=True), (REPLICAS,), devices)
-
-    assert (found.first, found.second, found.drawn) == (expected.first, expected.second, expected.drawn)
+    if name == "persistent":  # its processes draw a seed for each iteration
+        data = read(lambda: loader(shuffle=True, num_workers=2, persistent_workers=True), layout, devices)
+    else:
+        data = read(lambda: SOURCES[name](2), layout, devices)
+    expected = in_one_process("shuffled" if name == "persistent" else name, devices)
+    assert (data.first, data.second, data.drawn) == (expected.first, expected.second, expected.drawn)
 
 
 @pytest.mark.parametrize("skip", [0, 2])
@@ -244,9 +234,7 @@ def test_an_iteration_goes_on_with_the_same_bits_on_another_layout(
 ):
     devices = split_cpu(REPLICAS)
     begun = read(lambda: SOURCES[name](0), before, devices).begun
-
     rest = resumed(lambda: SOURCES[name](0), after, devices, begun, skip=skip)
-
     assert rest == in_one_process(name, devices).second[skip:]
 
 
@@ -290,7 +278,6 @@ def test_no_two_replicas_batches_or_iterations_draw_the_same(split_cpu):
     data = in_one_process("at once", split_cpu(REPLICAS))
     noise = [shard["noise"] for iteration in (data.first, data.second) for batch in iteration for shard in batch]
     drawn = [own for *_, own in noise if own]
-
     assert len(set(drawn)) == len(drawn) == 2 * (4 * REPLICAS + 2)
 
 
@@ -298,9 +285,7 @@ def test_shards_without_rows_have_the_structure_of_the_others(split_cpu):
     data = DistributedDataset(
         loader(), split_cpu(REPLICAS), workers=SingleWorkerCommunicator(REPLICAS, any_layout=True)
     )
-
     *_, last = data
-
     assert [len(shard) for shard in last["x"]] == [1, 1, 0, 0]
     assert {shard.ndim for shard in last["x"]} == {2}
     assert [list(shard) for shard in last["names"]] == [["20"], ["21"], [], []]
@@ -327,7 +312,6 @@ def test_a_shard_whose_leaves_disagree_is_refused(split_cpu):
         split_cpu(2),
         workers=workers,
     )
-
     with pytest.raises(DataError, match=r"disagree in length: .*\"x\".*2 rows.*\"mean\".*1 row"):
         list(data)
 
@@ -351,18 +335,14 @@ class Named(Dataset[Tensor]):
 def test_the_users_set_up_of_a_process_sees_the_users_dataset(split_cpu):
     workers = SingleWorkerCommunicator(2, any_layout=True)
     source = DataLoader(Named(), batch_size=4, num_workers=1, worker_init_fn=note_name)
-
     ((first, second),) = DistributedDataset(source, split_cpu(2), workers=workers)
-
     assert [*first.tolist(), *second.tolist()] == [len("Named")] * 4
 
 
 def test_per_replica_batches_are_copied(split_cpu):
     whole = torch.arange(6)
     workers = SingleWorkerCommunicator(2, any_layout=True)
-
     ((first, second),) = PerReplicaDataset(lambda _: [whole[:3], whole[3:]], split_cpu(2), workers=workers)
-
     assert (first.tolist(), second.tolist()) == ([0, 1, 2], [3, 4, 5])
     assert {first.storage_offset(), second.storage_offset()} == {0}
 

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.data.conftest import RunWorkers
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -19,9 +20,6 @@ from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
 from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.data.streaming_sources import StatefulSource
 from lockstep.errors import CheckpointError, DataError
-
-if TYPE_CHECKING:
-    from tests.data.conftest import RunWorkers
 
 datasets = pytest.importorskip("datasets")
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -152,9 +150,7 @@ def test_an_iteration_after_a_resumed_one_begins_at_the_first_row(split_cpu, nam
     with closing(iter(data)) as batches:
         next(batches)
         position = saved(data)
-
     data.load_state_dict(position)
-
     assert [numbers(batch) for batch in data] == expected[1:]
     assert [numbers(batch) for batch in data] == expected  # of the same epoch
 
@@ -260,7 +256,6 @@ def test_a_position_in_other_data_is_one_line(split_cpu, other: Callable[[], Any
     devices = split_cpu(1)
     data = DistributedDataset(other(), devices)
     data.load_state_dict(position_of(stream().batch(4), devices))
-
     with pytest.raises(CheckpointError) as raised:
         iter(data)
     assert all(word in str(raised.value) for word in (*words, "give the data that it was saved with"))
@@ -288,7 +283,6 @@ def test_a_source_that_no_longer_tells_is_read_over(split_cpu):
     expected = [numbers(batch) for batch in DistributedDataset(stream().batch(4), devices)]
     data = DistributedDataset(list(stream().batch(4)), devices)
     data.load_state_dict(position_of(stream().batch(4), devices))
-
     assert [numbers(batch) for batch in data] == expected[1:]
 
 
@@ -322,7 +316,6 @@ def test_a_generator_that_was_read_is_not_read_on_as_if_it_were_at_its_beginning
     with closing(iter(data)) as batches:
         next(batches)
         data.load_state_dict(saved(data))
-
     with pytest.raises(CheckpointError, match=r"generator can be read only once.*make the data anew"):
         iter(data)
 

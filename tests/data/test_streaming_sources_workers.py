@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import train
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -131,14 +132,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def by_hand(batches: Sequence[Sequence[float]]) -> list[float]:
     """The weights that one device has after the batches, given by the numbers of their rows."""
-    module = linear()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    for numbers in batches:
-        x, y = collate([{"n": int(n)} for n in numbers])
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x), y).backward()
-        optimizer.step()
-    return weights(module.state_dict())
+    rows = [collate([{"n": int(n)} for n in numbers]) for numbers in batches]
+    return weights(train(linear(), rows, loss=nn.functional.mse_loss).module.state_dict())
 
 
 def cut(rows: Sequence[int]) -> list[list[int]]:
@@ -160,7 +155,6 @@ def test_each_row_is_read_once_an_epoch_by_the_worker_that_has_its_shard(found: 
     first, second = found["rows"]
     both = [one + other for one, other in zip(first, second, strict=True)]
     expected = steps_by_hand([shards_of(first), shards_of(second)])
-
     assert sorted(shards_of(first) + shards_of(second)) == [*SHARDS]
     assert both == expected * EPOCHS
     assert [] in first + second  # the ends are uneven
@@ -169,7 +163,6 @@ def test_each_row_is_read_once_an_epoch_by_the_worker_that_has_its_shard(found: 
 def test_fit_and_a_loop_have_the_weights_of_one_device(found: dict[str, Any]):
     first, second = found["rows"]
     expected = by_hand([one + other for one, other in zip(first, second, strict=True)])
-
     assert found["fit"] == pytest.approx(expected, rel=1e-12)
     assert found["loop"] == pytest.approx(expected, rel=1e-12)
     assert found["fit on the same data"] == pytest.approx(by_hand(cut(range(17)) * EPOCHS), rel=1e-12)
@@ -209,8 +202,6 @@ def backed_up(folder: str, kill: bool) -> tuple[list[float], int]:
 def test_a_killed_fit_goes_on_at_the_very_sample(tmp_path: Path, found: dict[str, Any]):
     with pytest.raises(ClusterError, match="worker 1"):
         ls.launch(backed_up, workers=2, args=(str(tmp_path), True), timeout_s=100)
-
     after, batches = ls.launch(backed_up, workers=2, args=(str(tmp_path), False), timeout_s=100)
-
     assert after == found["fit"]
     assert batches < len(found["rows"][0]) / EPOCHS  # those of the second epoch that were left

@@ -58,7 +58,3 @@ def test_leaves_are_named_as_a_user_would_write_them(batch, names):
 
 def test_the_item_of_a_model_has_a_weight():
     assert [name for name, _ in named_leaves((1, {"a": 2}, 3), is_item=True)] == ["x", 'y["a"]', "sample_weight"]
-
-
-def test_leaves_come_in_the_order_of_the_structure():
-    assert [leaf for _, leaf in named_leaves({"b": [1, 2], "a": (3, {"c": 4})})] == [1, 2, 3, 4]

@@ -17,12 +17,16 @@ from lockstep.train.model import Model
 MakeStrategy = Callable[..., MirroredStrategy]
 
 
-def compiled(module: nn.Module, strategy: Any, **settings: Any) -> Model:
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05)
+
+
+def compiled(
+    module: nn.Module, strategy: Any, optimizer: Any = slow_sgd, loss: Any = nn.functional.mse_loss, **settings: Any
+) -> Model:
     with strategy.scope():
         model = Model(module)
-        model.compile(
-            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05), loss=nn.functional.mse_loss, **settings
-        )
+        model.compile(optimizer=optimizer, loss=loss, **settings)
     return model
 
 
@@ -50,11 +54,7 @@ def make_strategy(split_cpu: Callable[[int], tuple[LogicalDevice, ...]]) -> Iter
 def model(make_strategy: MakeStrategy) -> Model:
     """A compiled linear model on two replicas."""
     torch.manual_seed(0)
-    module = nn.Linear(3, 1)
-    with make_strategy(2).scope():
-        model = Model(module)
-        model.compile(optimizer=torch.optim.SGD(module.parameters(), 0.05), loss=nn.functional.mse_loss)
-    return model
+    return compiled(nn.Linear(3, 1), make_strategy(2))
 
 
 @pytest.fixture

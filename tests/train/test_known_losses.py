@@ -11,19 +11,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 1e-5, "atol": 1e-6}
@@ -490,7 +488,6 @@ def test_a_sum_is_refused_where_every_replica_has_one_row(rows: int, make_strate
     with make_strategy(rows).scope():
         model = Model(module_of(case))
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=case.loss)
-
     with pytest.raises(ConfigError, match="'by_dimensions' returns the sum over the rows"):
         model.fit(batches_of(case, [rows]), verbose=0)
 
@@ -582,7 +579,6 @@ def test_what_cannot_be_checked_is_warned_of(name: str, make_strategy: MakeStrat
     with make_strategy(2).scope():
         model = Model(Telling().double())
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.3), loss=UNCHECKED[name])
-
     with pytest.warns(UserWarning, match="'<lambda>' is taken as a mean over the rows, which could not be checked"):
         model.fit(batches_of(CASES["mse"], [4]), verbose=0)
 
@@ -667,7 +663,6 @@ def test_a_loss_that_counts_its_calls_is_warned_of(name: str, make_strategy: Mak
     with make_strategy(2).scope():
         model = Model(module_of(CASES["mse"]))
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=make())
-
     with pytest.warns(UserWarning, match=f"{told}, which every one of 2 replicas does.*on_train_batch_begin"):
         model.fit(batches_of(CASES["mse"], [6]), verbose=0)
 
