@@ -96,7 +96,7 @@ def _cycles(batches: Sequence[Batch], size: int) -> Iterator[Sequence[Batch]]:
 
 
 def _total_and_count(module: nn.Module, batch: Batch, loss: Callable[..., Any]) -> tuple[Tensor, float]:
-    x, *targets = batch if isinstance(batch, tuple) else (batch,)
+    x, *targets = batch if isinstance(batch, (tuple, list)) else (batch,)
     outputs, rows = (module(**x), len(next(iter(x.values())))) if isinstance(x, dict) else (module(x), len(x))
     losses = loss(outputs, *targets[:1])
     if isinstance(losses, tuple):

@@ -163,7 +163,6 @@ def test_the_weights_beside_are_the_state_dict(make_strategy: MakeStrategy, tmp_
     first = loop(make_strategy(2))
     first.train(2)
     path = CheckpointManager(first.checkpoint(), tmp_path).save(2)
-
     assert far(read_weights(path / "weights.safetensors"), weights(first)) == 0
 
 
@@ -172,7 +171,6 @@ def test_a_checkpoint_of_more_things_restores_fewer(make_strategy: MakeStrategy,
     first.train(2)
     path = CheckpointManager(first.checkpoint(), tmp_path).save(2)
     second = loop(make_strategy(2))
-
     assert Checkpoint(model=second.model).restore(tmp_path) == path
     assert far(weights(second), weights(first)) == 0
     assert second.progress == {"step": 0}
@@ -231,7 +229,6 @@ def test_nothing_or_things_of_two_strategies_are_refused(make_strategy: MakeStra
 
 def test_a_folder_without_a_checkpoint_is_named(make_strategy: MakeStrategy, tmp_path: Path):
     checkpoint = Checkpoint(seen=make_strategy(1).variable(0))
-
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*; give a folder that has one"):
         checkpoint.restore(tmp_path)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none; give a folder such as step-00000120"):
@@ -256,9 +253,7 @@ def test_what_a_variable_reads_outside_stays_the_same(
     saved = make_strategy(2).variable(ls.PerReplica(values), **kind)
     CheckpointManager(Checkpoint(v=saved), tmp_path).save(1)
     restored = make_strategy(after).variable(0.0, **kind)
-
     Checkpoint(v=restored).restore(tmp_path)
-
     assert float(restored) == read
     if after == 2:
         assert [value.item() for value in restored.values] == values
@@ -269,9 +264,7 @@ def test_generators_and_whatever_has_a_state_dict_are_taken(tmp_path: Path):
     CheckpointManager(Checkpoint(generator=generator, scaler=scaler), tmp_path).save(1)
     expected = torch.rand(2, generator=generator)
     fresh, other = torch.Generator(), torch.amp.GradScaler("cpu")
-
     Checkpoint(generator=fresh, scaler=other).restore(tmp_path)
-
     assert torch.equal(torch.rand(2, generator=fresh), expected)
     assert other.state_dict()["scale"] == 8.0
 
@@ -308,10 +301,8 @@ def test_a_record_with_values_of_other_types_is_one_line(make_strategy: MakeStra
     path = CheckpointManager(first.checkpoint(), tmp_path).save(3)
     forged(path, FORGERIES[name])
     second = loop(make_strategy(1))
-
     with pytest.raises(CheckpointError) as raised:
         second.checkpoint().restore(path)
-
     assert "step-00000003" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -322,6 +313,5 @@ def test_a_sound_file_outside_of_the_checkpoint_is_not_read(make_strategy: MakeS
     path = CheckpointManager(first.checkpoint(), tmp_path).save(3)
     (tmp_path / "other.safetensors").write_bytes((path / "weights.safetensors").read_bytes())
     forged(path, lambda document: document["weights"].update(model=outside.format(tmp_path)))
-
     with pytest.raises(CheckpointError, match=r"other\.safetensors', which is outside of the checkpoint"):
         loop(make_strategy(1)).checkpoint().restore(path)

@@ -44,7 +44,6 @@ def restore(strategy: ls.Strategy, folder: Path, **settings: str) -> None:
 
 def test_the_record_names_devices_libraries_threads_replicas_and_seed(make_strategy: MakeStrategy, tmp_path: Path):
     found = save(make_strategy(2, seed=7), tmp_path, precision="bf16")
-
     assert found["device"] == conditions.processor_name()
     assert found["torch"] == torch.__version__
     assert found["CPU capability"] == torch.backends.cpu.get_cpu_capability()
@@ -58,7 +57,6 @@ def test_on_the_same_machine_nothing_is_said(
 ):
     save(make_strategy(2, seed=7), tmp_path)
     restore(make_strategy(2, seed=8), tmp_path)  # the random numbers that were saved go on
-
     assert caplog.messages == []
 
 
@@ -83,7 +81,6 @@ def test_another_number_of_replicas_is_exact_to_rounding_and_said_so(
 ):
     save(make_strategy(2), tmp_path)
     restore(make_strategy(3), tmp_path)
-
     (line,) = caplog.messages
     assert "replicas was 2, is 3" in line
     assert "rounding" in line
@@ -97,7 +94,6 @@ def test_given_replicas_may_move_to_other_devices(
         assert "replicas of each worker" not in save(strategy, tmp_path)
     with closing(MirroredStrategy(devices[:1], replicas=3, seed=0)) as strategy:
         restore(strategy, tmp_path)
-
     assert caplog.messages == []
 
 
@@ -106,7 +102,6 @@ def test_a_model_records_its_precision(make_strategy: MakeStrategy):
     with make_strategy(2).scope():
         model = ls.Model(net)
     model.compile(torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), precision="bf16")
-
     assert model.checkpoint().settings == {"precision": "bf16"}
 
 
@@ -123,9 +118,7 @@ def test_workers_with_other_kinds_of_devices_are_refused_by_name():
 
 def test_workers_with_other_processors_are_named_and_equal_ones_are_not():
     first, other = {"device": "X", "torch": "2.13"}, {"device": "Y", "torch": "2.13"}
-
     warning = compare_machines(NAMES, ["CPU"] * 3, [first, first, other])
-
     assert "device (X, Y)" in warning
     assert "worker 2" in warning
     assert "torch" not in warning
@@ -153,7 +146,6 @@ def job() -> list[list[str]]:
 @pytest.mark.workers
 def test_the_chief_says_which_worker_has_another_processor():
     chief, other = ls.launch(job, workers=2, timeout_s=150)
-
     (line,) = [line for line in chief if "Another Processor 9" in line]
     assert "worker 1" in line
     assert not any("Processor" in line for line in other)

@@ -66,14 +66,12 @@ def test_a_type_without_a_word_is_refused(tmp_path: Path):
 def test_the_newest_checkpoint_is_exported(tmp_path: Path):
     written(tmp_path, 1, model={"weight": torch.zeros(2)})
     newest = written(tmp_path, 2, model=WEIGHTS)
-
     assert ls.export_weights(tmp_path, tmp_path / "out" / "model.safetensors") == newest
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], WEIGHTS["weight"])
 
 
 def test_of_several_modules_one_is_named(tmp_path: Path):
     path = written(tmp_path, 1, generator={"a": torch.zeros(2)}, critic={"a": torch.ones(2)})
-
     with pytest.raises(CheckpointError, match="no weights of module=None; it has: 'critic', 'generator'"):
         ls.export_weights(path, tmp_path / "f")
     ls.export_weights(path, tmp_path / "f", module="critic")
@@ -176,9 +174,7 @@ def test_files_like_others_have_their_dtypes(tmp_path: Path):
     model = tiny("gpt2")
     like = saved(tmp_path / "hub", model.bfloat16())
     path = written(tmp_path, 1, model=model.float().state_dict())
-
     ls.export_weights(path, tmp_path / "out", like=like)
-
     assert contents(tmp_path / "out") == contents(like)
 
 

@@ -70,7 +70,6 @@ def flip_bit(tensor: Tensor, index: int = 0) -> None:
 
 def test_it_is_16_hex_digits_that_reading_does_not_change(training: Training):
     found = training.fingerprint()
-
     assert len(found) == 16
     assert int(found, 16) >= 0
     assert training.fingerprint() == found
@@ -95,7 +94,6 @@ def test_a_setting_of_the_optimizer_changes_it_and_the_choice_of_its_kernels_doe
     plain, other = begin(make_strategy(2)), begin(make_strategy(2), foreach=False)
     before = plain.fingerprint()
     plain.optimizer.param_groups[0]["lr"] = 0.02
-
     assert other.fingerprint() == before
     assert plain.fingerprint() != before
 
@@ -107,7 +105,6 @@ def test_strides_and_names_of_devices_do_not_change_it(split_cpu: Callable[[int]
     before = training.fingerprint()
     for copy in training.net.copies:
         copy.to(memory_format=torch.channels_last)
-
     assert elsewhere == before
     assert training.fingerprint() == before
 
@@ -139,7 +136,6 @@ def test_signs_of_zeros_and_kinds_of_nan_are_bits_too(training: Training):
         with torch.no_grad():
             weight.view(-1).view(torch.int32)[0] = bits
         seen.append(training.fingerprint())
-
     assert len(set(seen)) == 4
 
 
@@ -202,7 +198,6 @@ def test_sums_of_boxes_add_up_to_that_of_the_tensor(dtype: torch.dtype, axis: in
     for begin, end in pairwise([0, 2, 3, tensor.shape[axis]]):
         box = tensor.narrow(axis, begin, end - begin)
         total += element_sum(box, tuple(begin if each == axis else 0 for each in range(3)), tuple(tensor.shape))
-
     assert total % 2**64 == whole_sum(tensor)
 
 
@@ -210,7 +205,6 @@ def test_a_tensor_that_is_looked_at_in_several_steps_has_the_same_sum(monkeypatc
     tensor = some(torch.float32, 300, 11)
     sums = [whole_sum(tensor), element_sum(tensor[:, 4:], (0, 4), (300, 11))]
     monkeypatch.setattr("lockstep.checkpoint.fingerprint._AT_ONCE", {"cpu": 64})
-
     assert [whole_sum(tensor), element_sum(tensor[:, 4:], (0, 4), (300, 11))] == sums
 
 
@@ -218,7 +212,6 @@ def test_elements_that_change_places_change_the_sum():
     tensor = some(torch.float32, 40)
     swapped = tensor.clone()
     swapped[[3, 30]] = tensor[[30, 3]]
-
     assert whole_sum(swapped) != whole_sum(tensor)
     assert whole_sum(torch.tensor(1.5)) != whole_sum(torch.tensor(2.5))
     assert whole_sum(torch.empty(0, 3)) == 0
@@ -231,5 +224,4 @@ def test_single_bits_change_about_half_of_the_bits_of_a_sum():
         other = tensor.clone()
         other.view(torch.int32)[17] ^= -(2**31) if bit == 31 else 1 << bit
         counts.append(((whole_sum(other) - before) % 2**64).bit_count())
-
     assert 24 < sum(counts) / len(counts) < 40

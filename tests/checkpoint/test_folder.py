@@ -57,7 +57,6 @@ def test_weights_lie_beside_as_one_plain_file_a_module(tmp_path: Path):
     one = CheckpointFolder(tmp_path / "one").write(contents(1))
     weights = {"generator": {"w": torch.ones(1)}, "critic": {"w": torch.zeros(1)}}
     two = CheckpointFolder(tmp_path / "two").write(Contents(record=contents(1).record, states={}, weights=weights))
-
     assert read_weights(one / "weights.safetensors")["weight"].tolist() == [1.0] * 8
     assert read_weights(two / "weights-critic.safetensors")["w"].tolist() == [0.0]
     assert read_checkpoint(two).weights.keys() == {"generator", "critic"}
@@ -67,27 +66,22 @@ def test_the_newest_is_found_by_looking(tmp_path: Path):
     folder = filled(tmp_path, 9, 10, 123456789)
     (tmp_path / "step-0000000x").mkdir()
     (tmp_path / ".step-00000011.0123456789ab.partial").mkdir()
-
     assert folder.newest() == tmp_path / "step-123456789"
     assert [path.name for path in folder.paths()] == ["step-00000009", "step-00000010", "step-123456789"]
 
 
 def test_a_run_that_was_set_back_removes_what_lay_ahead(tmp_path: Path):
     folder = filled(tmp_path, 10, 20, 30)
-
     folder.write(contents(15))
-
     assert names(tmp_path) == ["step-00000010", "step-00000015"]
 
 
 def test_later_checkpoints_of_another_run_are_an_error(tmp_path: Path):
     folder = filled(tmp_path, 10, 20)
-
     with pytest.raises(
         CheckpointError, match=r"cannot write step 15 .* another run has left step-00000020 there, .* restore from it"
     ):
         folder.write(contents(15, run="b"))
-
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
     folder.write(contents(20, run="b"))
 
@@ -114,10 +108,8 @@ def test_without_numbers_none_is_best(tmp_path: Path):
 def test_an_old_one_that_a_killed_writer_was_replacing_is_still_found(tmp_path: Path):
     folder = filled(tmp_path, 1, 2)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.0123456789ab.replaced")
-
     found = folder.read_newest(read_checkpoint)
     folder.write(contents(3))
-
     assert found is not None
     assert found[1].record.step == 2
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
@@ -203,10 +195,8 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(tmp_path: Path, name: st
     damage, message = DAMAGES[name]
     path = filled(tmp_path, 7).paths()[0]
     damage(path)
-
     with pytest.raises(CheckpointError, match=message) as raised:
         read_checkpoint(path)
-
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -215,10 +205,8 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(tmp_path: Path, name: st
 def test_a_damaged_newest_one_warns_and_the_one_before_is_taken(tmp_path: Path, name: str):
     folder = filled(tmp_path, 1, 2)
     DAMAGES[name][0](tmp_path / "step-00000002")
-
     with pytest.warns(UserWarning, match=r"step-00000002.*\. Going back to an older checkpoint"):
         found = folder.read_newest(read_checkpoint)
-
     assert found is not None
     assert found[0].name == "step-00000001"
 
@@ -227,9 +215,7 @@ def test_a_damaged_newest_one_warns_and_the_one_before_is_taken(tmp_path: Path, 
 def test_a_pipe_in_place_of_a_record_keeps_no_save_waiting(tmp_path: Path):
     folder = filled(tmp_path, 1, 2, 3)
     pipe(tmp_path / "step-00000001" / "checkpoint.json")
-
     folder.prune(1, 3, None, run=read_record(tmp_path / "step-00000003").run)
-
     assert names(tmp_path) == ["step-00000001", "step-00000003"]  # whose the first is nobody knows
 
 
@@ -256,14 +242,12 @@ def test_ctrl_c_while_it_is_read_is_not_taken_for_damage(tmp_path: Path):
 def test_where_all_are_damaged_it_is_an_error(tmp_path: Path):
     folder = filled(tmp_path, 1)
     DAMAGES["half a record"][0](tmp_path / "step-00000001")
-
     with pytest.raises(CheckpointError, match=r"step-00000001 is damaged"):
         folder.read_newest(read_checkpoint)
 
 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
-
     with pytest.raises(CheckpointError, match=r"cannot look for checkpoints in .*file: Not a directory"):
         CheckpointFolder(tmp_path / "file").paths()
     with pytest.raises(CheckpointError, match=r"file"):

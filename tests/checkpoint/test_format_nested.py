@@ -40,7 +40,6 @@ def there_and_back(state: Any) -> Any:
 )
 def test_plain_values_come_back_as_they_were(state: Any):
     back = there_and_back(state)
-
     assert back == state
     assert type(back) is type(state)
 
@@ -65,16 +64,13 @@ def test_nan_and_the_numbers_of_numpy_come_back_as_numbers():
 def test_tensors_keep_their_values(tensor: torch.Tensor):
     tree, tensors = flatten({"deep": [tensor]}, "state")
     stored = {key: value.contiguous() for key, value in tensors.items()}
-
     back = unflatten(json.loads(json.dumps(tree)), stored)["deep"][0]
-
     assert torch.equal(back, tensor)
     assert not back.requires_grad
 
 
 def test_two_keys_with_one_text_have_two_tensors():
     back = there_and_back({1: torch.zeros(1), "1": torch.ones(1)})
-
     assert (back[1].item(), back["1"].item()) == (0.0, 1.0)
 
 

@@ -55,7 +55,6 @@ def test_the_last_and_the_best_stay(progress: dict[str, Any], tmp_path: Path, be
     manager = CheckpointManager(Checkpoint(progress=progress), tmp_path, keep=2, best=best)
     for step, value in enumerate([3.0, 1.0, 2.0, 9.0, 4.0, 5.0]):
         manager.save(step, monitored=value)
-
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
     assert manager.checkpoints == [tmp_path / name for name in names(tmp_path)]
     if best is not None:
@@ -65,12 +64,10 @@ def test_the_last_and_the_best_stay(progress: dict[str, Any], tmp_path: Path, be
 def test_a_restored_manager_goes_on_in_the_same_run(progress: dict[str, Any], tmp_path: Path):
     CheckpointManager(Checkpoint(progress=progress), tmp_path).save(5)
     other = CheckpointManager(Checkpoint(progress=progress), tmp_path)
-
     with pytest.raises(CheckpointError, match="another run has left step-00000005"):
         other.save(1)
     other.restore_or_initialize()
     other.save(1)
-
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -93,7 +90,6 @@ def test_the_next_save_waits_for_the_one_before(manager: CheckpointManager, held
     manager.save(1)
     threading.Timer(0.05, held.set).start()
     manager.save(2)
-
     assert "step-00000001" in names(tmp_path)
     manager.wait()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
@@ -106,17 +102,14 @@ def test_an_error_is_raised_by_the_next_call_once(
     (tmp_path / "file").touch()
     manager = CheckpointManager(Checkpoint(progress=progress), tmp_path / "file", asynchronous=True)
     manager.save(1)
-
     with pytest.raises(CheckpointError, match="file"):
         call(manager)
-
     manager.wait()
 
 
 def test_the_block_waits_at_its_end(manager: CheckpointManager, tmp_path: Path):
     with manager:
         manager.save(1)
-
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -137,7 +130,6 @@ def test_removing_the_own_checkpoints_removes_the_empty_folder(manager: Checkpoi
     (tmp_path / "mine").touch()
     manager.remove_own(with_folder=True)
     assert names(tmp_path) == ["mine"]
-
     (tmp_path / "mine").unlink()
     manager.remove_own(with_folder=True)
     assert not tmp_path.exists()

@@ -46,12 +46,10 @@ def test_nothing_is_unpickled():
     sources = {
         path.relative_to(folder).as_posix(): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")
     }
-
     assert [line for path, text in sources.items() for line in unpickles(path, text)] == []
 
 
 def test_checkpoints_use_no_reader_that_unpickles():
     sources = "".join(path.read_text() for path in (PACKAGE / "checkpoint").glob("*.py"))
-
     assert "FileSystemReader" not in sources
     assert "pickle" not in sources.replace("no pickle", "")

@@ -18,7 +18,6 @@ SAVED: dict[str, Any] = {"kind": "Adam", "names": [["w"], ["b", "c"]], "state": 
 
 def test_an_optimizer_with_its_parameters_in_another_order_gets_each_its_own():
     found = in_order(SAVED, [["w"], ["c", "b"]])
-
     assert found["state"] == {0: {"step": 1}, 1: {"step": 3}}
     assert found["param_groups"] == STATE["param_groups"]
 

@@ -49,7 +49,6 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path):
         warnings.simplefilter("error")
         write(TENSORS, tmp_path / "state")
         back = TensorReader(tmp_path / "state").read_all()
-
     assert back.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape), name
@@ -58,21 +57,17 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path):
 
 def test_the_files_are_plain_safetensors(tmp_path: Path):
     write({"a": torch.ones(2)}, tmp_path)
-
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
     assert safetensors.torch.load_file(tmp_path / "model-00001.safetensors")["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharded_io, "FILE_BYTES", 100)
-
     write(TENSORS, tmp_path)
-
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert TensorReader(tmp_path).read_all().keys() == TENSORS.keys()
 
 
 def test_no_tensors_make_an_empty_folder(tmp_path: Path):
     write({}, tmp_path / "state")
-
     assert TensorReader(tmp_path / "state").read_all() == {}

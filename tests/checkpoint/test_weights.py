@@ -38,7 +38,6 @@ def test_every_key_of_a_state_dict_is_in_the_file(tmp_path: Path):
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
-
     with pytest.raises(CheckpointError, match=r"cannot write the weights to .*/file/w: .*; choose a folder"):
         write_weights({"weight": torch.zeros(1)}, tmp_path / "file" / "w")
 
@@ -47,7 +46,6 @@ def test_folders_are_made_and_an_older_file_is_replaced(tmp_path: Path):
     path = tmp_path / "a" / "b" / "w.safetensors"
     write_weights({"x": torch.zeros(2)}, path)
     write_weights({"x": torch.ones(2)}, path)
-
     assert read_weights(path)["x"].tolist() == [1.0, 1.0]
     assert [file.name for file in path.parent.iterdir()] == ["w.safetensors"]
 
@@ -56,10 +54,8 @@ def test_a_reader_of_the_old_file_never_sees_a_torn_one(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     write_weights({"x": torch.zeros(2)}, path)
     old = path.read_bytes()
-
     with path.open("rb") as reader:
         write_weights({"x": torch.ones(1000)}, path)
-
         assert reader.read() == old
 
 
@@ -103,7 +99,6 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing_beside_it(
 def test_what_is_no_tensor_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match="the state has 'extra', a dict"):
         write_weights({"x": torch.zeros(1), "extra": {}}, tmp_path / "w.safetensors")
-
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +110,6 @@ def test_a_missing_file_is_one_line(tmp_path: Path):
 def test_a_file_that_is_no_safetensors_is_one_line(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"no such thing")
-
     with pytest.raises(CheckpointError, match=r"cannot read the weights in .*give a safetensors file"):
         read_weights(path)
 
@@ -124,7 +118,6 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     write_weights({"x": torch.zeros(1000)}, path)
     path.write_bytes(path.read_bytes()[:-8])
-
     with pytest.raises(CheckpointError, match="cannot read the weights"):
         read_weights(path)
 
@@ -145,7 +138,6 @@ def test_weights_that_do_not_fit_name_keys_and_shapes():
 
 def test_a_long_list_of_faults_is_cut():
     state = {f"layer{i}": torch.zeros(1) for i in range(10)}
-
     with pytest.raises(CheckpointError, match="layer0, layer1, layer2, layer3 and 6 more"):
         check_fit({}, state, "w.safetensors")
 

@@ -31,7 +31,6 @@ def prose(page: Path) -> str:
 def test_the_start_the_table_of_names_the_recipes_and_the_clusters_are_there_in_chinese():
     start = ["install", "ten-minutes", "tf-distribute", "which-front-end"]
     how_to = ["cluster", "images", "keras", "launch", "mlm", "multi-worker", "reviews", "trainer"]
-
     assert [page.stem for page, _ in PAIRS] == start + how_to
 
 
@@ -43,7 +42,6 @@ def test_code_and_outputs_are_the_same(chinese: Path, english: Path):
 @pytest.mark.parametrize(("chinese", "english"), PAIRS, ids=lambda page: page.stem)
 def test_sections_are_the_same(chinese: Path, english: Path):
     levels = [re.findall(r"^#+ ", prose(page), re.MULTILINE) for page in (chinese, english)]
-
     assert levels[0] == levels[1]
 
 

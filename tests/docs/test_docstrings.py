@@ -28,6 +28,5 @@ sys.exit(doctest.master.summarize(verbose=False).failed)
 def test_the_examples_of_docstrings_run(python: Callable[..., subprocess.Popen[str]]):
     process = python("-c", RUN, *MODULES, KERAS_BACKEND="torch")
     printed, said = process.communicate(timeout=LIMIT_S)
-
     assert len(MODULES) > 25
     assert (process.returncode, said) == (0, ""), printed

@@ -102,7 +102,6 @@ def _keras() -> None:
 @pytest.mark.parametrize("page", ["coming-from/tf-distribute.md", "zh/tf-distribute.md"])
 def test_uneven_batches(make_strategy: MakeStrategy, page: str):
     computed = list(zip(uneven_batches(None), uneven_batches(make_strategy(4)), strict=True))
-
     assert pairs_in(page, "tf-distribute-keras-uneven-batches.sh") == computed
 
 

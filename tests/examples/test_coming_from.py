@@ -112,7 +112,6 @@ def test_two_replicas_have_the_numbers_of_two_processes(
         pytest.skip(f"{package} is not installed")
     folder = tmp_path_factory.mktemp(name)
     printed = run([sys.executable, *TORCHRUN, str(FOLDER / f"{name}_before.py")], folder)
-
     check(name, folder, printed)
 
 
@@ -124,7 +123,6 @@ def test_two_replicas_have_the_numbers_of_tensorflow(tmp_path_factory: pytest.Te
         pytest.skip("TensorFlow is not installed; `make .venv-peers/tensorflow/.installed` installs it beside")
     folder = tmp_path_factory.mktemp("tensorflow")
     printed = run([python, str(FOLDER / "tf_distribute_before.py")], folder, KERAS_BACKEND="tensorflow")
-
     check("tf_distribute", folder, printed)
 
 
@@ -147,7 +145,6 @@ def test_two_replicas_have_the_numbers_of_keras_on_one_device(
     folder = tmp_path_factory.mktemp("keras")
     monkeypatch.chdir(folder)
     runpy.run_path(str(FOLDER / f"{name}_before.py"), run_name="__main__")
-
     check(name, folder, capsys.readouterr().out)
 
 

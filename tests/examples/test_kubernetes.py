@@ -102,7 +102,6 @@ def test_what_is_mounted_is_there(job: dict[str, Any]):
 
 def test_the_policy_lets_the_pods_of_the_job_alone_reach_each_other(job: dict[str, Any], policy: dict[str, Any]):
     mine = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}}
-
     assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
     assert policy["metadata"]["namespace"] == job["metadata"]["namespace"]
     assert policy["spec"] == {

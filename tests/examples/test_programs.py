@@ -71,7 +71,6 @@ def on_one_and_three(run: Run, number: str, *words: str, tolerance: float) -> li
 
 def test_a_loop_of_its_own_prints_the_numbers_of_one_device_and_learns(run: Run):
     *_, accuracy, chance = on_one_and_three(run, "04", "--epochs", "1", tolerance=1e-3)
-
     assert accuracy > 0.7 > 0.2 > chance
 
 
@@ -82,28 +81,24 @@ def test_a_loop_of_its_own_prints_the_numbers_of_one_device_and_learns(run: Run)
 @pytest.mark.slow
 def test_fit_prints_the_numbers_of_one_device_and_learns(run: Run):
     *_, accuracy, chance = on_one_and_three(run, "01", "--epochs", "3", tolerance=1e-3)[:5]
-
     assert accuracy > 0.6 > 0.2 > chance
 
 
 @pytest.mark.slow
 def test_bert_prints_the_numbers_of_one_device_and_learns(run: Run):
     _, accuracy, chance = on_one_and_three(run, "03", "--epochs", "2", "--dropout", "0", tolerance=1e-2)
-
     assert accuracy > 0.45 > 0.3 > chance
 
 
 @pytest.mark.slow
 def test_a_gan_prints_the_numbers_of_one_device_and_comes_near_to_real_images(run: Run):
     _, untrained, *_, trained = on_one_and_three(run, "05", "--epochs", "2", tolerance=2e-2)[:5]
-
     assert trained < 0.8 * untrained
 
 
 @pytest.mark.slow
 def test_a_contrastive_loss_prints_the_numbers_of_one_device_and_finds_pairs(run: Run):
     untrained, *_, found = on_one_and_three(run, "06", "--epochs", "5", "--batch-size", "200", tolerance=1e-2)
-
     assert untrained < 0.1 < 0.3 < found
 
 
@@ -111,7 +106,6 @@ def test_a_contrastive_loss_prints_the_numbers_of_one_device_and_finds_pairs(run
 def test_adapters_print_the_numbers_of_one_device_and_learn(run: Run):
     words = ("--epochs", "1", "--pretrain-epochs", "1", "--precision", "fp32")
     share, *_, before, after, chance = on_one_and_three(run, "08", *words, tolerance=1e-2)
-
     assert share < 5  # percent of the parameters
     assert after < before - 0.05 < chance
 
@@ -119,14 +113,12 @@ def test_adapters_print_the_numbers_of_one_device_and_learn(run: Run):
 @pytest.mark.slow
 def test_folders_of_images_give_the_numbers_of_one_device(run: Run):
     words = ("--epochs", "1", "--precision", "fp32", "--batch-size", "100")
-
     assert on_one_and_three(run, "02", *words, tolerance=2e-2)
 
 
 @pytest.mark.slow
 def test_folders_of_images_are_learnt_in_bf16(run: Run):
     _, accuracy, chance = results(run("02"))
-
     assert accuracy > 0.7 > 0.2 > chance
 
 
@@ -174,7 +166,6 @@ def test_two_workers_of_tf_config_print_the_numbers_of_one(start: Start, run: Ru
 def test_a_gpt2_in_eight_parts_learns_as_in_one(run: Run):
     one, eight = (run("10", "--epochs", "2", *words) for words in (("--data=1", "--pipeline=1", "--tensor=1"), ()))
     held, whole = (int(each.replace(",", "")) for each in re.findall(r"has ([\d,]+) of ([\d,]+)", eight)[0])
-
     assert held < 0.4 * whole
     assert results(eight) == pytest.approx(results(one), rel=1e-3)
     assert results(eight)[1] < results(eight)[0]
@@ -182,7 +173,6 @@ def test_a_gpt2_in_eight_parts_learns_as_in_one(run: Run):
 
 def test_the_programs_stand_alone_and_are_short():
     texts = {path.name: path.read_text() for path in PROGRAMS}
-
     assert len(texts) == 10
     assert {name: text.count("\n") for name, text in texts.items() if text.count("\n") > 120} == {}
     assert [name for name, text in texts.items() if re.search(r"(from|import) lockstep\.", text)] == []
@@ -191,7 +181,6 @@ def test_the_programs_stand_alone_and_are_short():
 def test_a_wrong_device_ends_in_one_line(start: Start):
     process = start("01", "--devices", "gpu:99")
     _, errors = process.communicate(timeout=LIMIT_S)
-
     assert process.returncode == 2
     assert "gpu:99" in errors.splitlines()[-1]
     assert "Traceback" not in errors

@@ -126,7 +126,6 @@ def reviews(tmp_path: Path) -> Path:
 def test_reviews_are_trained_on_evaluated_predicted_and_named(source: str, run: Run, reviews: Path, tmp_path: Path):
     data = {"csv": ["--data", str(reviews)], "embedded": ["--rows", "50"]}[source]
     printed = run("reviews", "--devices", "cpu:2", "--epochs", "1", "--output", str(tmp_path / "run"), *data)
-
     for prefix in ("eval", "test"):
         for metric in ("loss", "accuracy", "f1"):
             assert re.search(rf"'{prefix}_{metric}': \d", printed)
@@ -174,9 +173,7 @@ def test_masked_words_of_keras_hub_are_learnt_on_four_devices(tmp_path: Path):
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_keras_hub_on_four_devices_has_the_numbers_of_one(tmp_path: Path):
     program = Path(__file__).parent / "programs" / "keras_hub_masks.py"
-
     found = json.loads(run_with_keras_hub(str(program), str(FOLDER / "masked_lm.py"), folder=tmp_path))
-
     assert {4, 5} <= {*found["rows"]}  # 18 rows are 5, 5, 4 and 4
     assert found["moved"] > 1e-3
     assert found["weights"] < 1e-6

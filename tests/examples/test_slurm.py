@@ -38,7 +38,6 @@ def directives() -> dict[str, str | None]:
 
 def test_bash_can_read_it():
     done = subprocess.run(["bash", "-n", str(SCRIPT)], capture_output=True, text=True, timeout=20, check=False)
-
     assert (done.returncode, done.stderr) == (0, "")
     assert LINES[0] == "#!/bin/bash"
 
@@ -59,7 +58,6 @@ def test_sbatch_can_read_it():
 def test_sbatch_reads_every_directive():
     """It stops at the first line that is a command."""
     first_command = next(index for index, line in enumerate(LINES) if line and not line.startswith("#"))
-
     assert [line for line in LINES[first_command:] if line.startswith("#SBATCH")] == []
 
 
@@ -113,7 +111,6 @@ def test_a_job_that_has_saved_goes_back_into_the_queue(
     slurm: dict[str, str], tmp_path: Path, status: int, goes_on: bool
 ):
     done = submit({**slurm, "STATUS": str(status)}, "train.py")
-
     assert done.returncode == status
     assert ((tmp_path / "told").read_text().splitlines()[-1] == "requeue 4711") is goes_on
 
@@ -123,13 +120,11 @@ def test_the_number_of_workers_can_be_given_and_is_one_where_there_are_no_gpus(s
     for given, workers in (({}, "1"), ({"WORKERS_PER_NODE": "6"}, "6")):
         submit({**slurm, **given}, "train.py")
         asked = (tmp_path / "asked").read_text().splitlines()
-
         assert asked[asked.index("--workers") + 1] == workers
 
 
 def test_without_a_program_it_says_how_to_use_it(slurm: dict[str, str], tmp_path: Path):
     done = submit(slurm)
-
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sbatch ")
     assert not (tmp_path / "asked").exists()

@@ -93,9 +93,7 @@ def test_a_model_with_its_own_property_metrics(make_strategy: MakeStrategy):
         model=OwnMetrics, compiled=lambda model: model.compile("sgd"), fitted={"x": KERAS.X, "y": KERAS.LABELS}
     )
     expected, history = KERAS.train(program, None)
-
     model, found = KERAS.train(program, make_strategy(3))
-
     assert list(found) == ["tracked"]
     assert KERAS.largest_difference(found, history) < 20 * EXACT
     assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
@@ -119,7 +117,6 @@ def test_a_loss_counts_once_where_another_layer_has_one_with_its_id_in_another_r
     loss, dense = torch.tensor(0.5), keras.layers.Dense(1, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((2,)), AddsLoss(1, loss), AddsLoss(-1, loss), dense])
     compiled(distribute(model, make_strategy(2)), optimizer=keras.optimizers.SGD(0.0), loss="mse")
-
     assert [model.train_on_batch(x, y) for _ in range(2)] == [0.5, 0.5]
 
 
@@ -217,7 +214,6 @@ def test_data_that_keras_takes(data: Callable[[], Any], make_strategy: MakeStrat
         model = KERAS.sequential()
         compiled(model if strategy is None else distribute(model, strategy)).fit(data(), verbose=0)
         weights.append(model.get_weights())
-
     assert KERAS.largest_difference(*weights) < EXACT
 
 
@@ -271,9 +267,7 @@ def test_the_kernels_of_one_replica_give_keras_s_numbers(make_strategy: MakeStra
     by_sgd = partial(compiled, optimizer="sgd")
     program = KERAS.Program(model=pooled, compiled=by_sgd, fitted={"x": KERAS.IMAGES, "y": KERAS.LABELS})
     expected, history = KERAS.train(program, None)
-
     model, found = KERAS.train(program, make_strategy(1), sync_batchnorm=False)
-
     assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < 10 * EXACT
     assert KERAS.largest_difference(found, history) < 20 * EXACT
 
@@ -318,10 +312,8 @@ def test_layers_that_draw_from_torch_s_default_generator_draw_from_the_replica_s
     model = keras.Sequential([keras.Input((10, 10, 3)), layer(), keras.layers.Flatten(), keras.layers.Dense(3)])
     compiled(distribute(model, make_strategy(2)))
     before = torch.get_rng_state()
-
     for _ in range(2):
         model.train_on_batch(KERAS.IMAGES[:8], KERAS.LABELS[:8])
-
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -330,7 +322,6 @@ def test_with_replicas_given_the_bits_are_the_same_on_any_devices(split_cpu: Cal
     for devices in (1, 2, 3):
         with closing(ls.MirroredStrategy(split_cpu(4)[:devices], replicas=4, seed=0)) as strategy:
             found.append(KERAS.train(KERAS.PROGRAMS["functional"], strategy)[0].get_weights())
-
     assert KERAS.largest_difference(found[0], found[1]) == KERAS.largest_difference(found[0], found[2]) == 0.0
 
 
@@ -434,10 +425,8 @@ def test_what_replicas_cannot_compute_is_refused_in_one_line(
 ):
     keras.utils.set_random_seed(1)
     ours = compiled(distribute(model(), make_strategy(2)), **settings)
-
     with pytest.raises(ConfigError, match=named) as refused:
         ours.fit(KERAS.X, KERAS.LABELS, verbose=0)
-
     assert "\n" not in str(refused.value)
 
 
@@ -445,10 +434,8 @@ def test_what_replicas_cannot_compute_is_refused_in_one_line(
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_a_batch_size_beside_batches_is_refused(method: str, data: Callable[[], Any], make_strategy: MakeStrategy):
     model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(1)))
-
     with pytest.raises(ConfigError, match="batch_size=4") as refused:
         getattr(model, method)(data(), batch_size=4, verbose=0)
-
     assert "\n" not in str(refused.value)
 
 
@@ -466,16 +453,13 @@ def test_a_batch_size_beside_batches_is_refused(method: str, data: Callable[[], 
 )
 def test_arrays_of_different_lengths_are_refused_in_one_line(call: Callable[..., Any], make_strategy: MakeStrategy):
     model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(2)))
-
     with pytest.raises(DataError, match=r"70.* 69") as refused:
         call(model, KERAS.X, KERAS.LABELS[:69])
-
     assert "\n" not in str(refused.value)
 
 
 def test_a_callback_of_lockstep_is_refused_with_the_name_of_keras_s(make_strategy: MakeStrategy):
     model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(1)))
-
     for given in (ls.EarlyStopping(), [ls.EarlyStopping()]):
         with pytest.raises(ConfigError, match=r"keras\.callbacks\.EarlyStopping"):
             model.fit(KERAS.X, KERAS.LABELS, callbacks=given, verbose=0)

@@ -26,7 +26,6 @@ def replacement(owner: Any, **settings: Any) -> Replacement:
 @pytest.mark.parametrize("entry", REPLACEMENTS, ids=lambda entry: f"{entry.owner.__name__}.{entry.name}")
 def test_each_function_of_keras_is_replaced_and_keeps_its_signature(entry: Replacement):
     function = getattr(entry.owner, entry.name)
-
     assert function.__wrapped__.__module__.startswith(("keras.", "lockstep.integrations.keras."))
     assert function.__globals__["__name__"].startswith("lockstep.integrations.keras.")
     assert entry.probe()
@@ -34,14 +33,12 @@ def test_each_function_of_keras_is_replaced_and_keeps_its_signature(entry: Repla
 
 def test_a_function_with_other_parameters_is_refused_with_the_version_of_keras():
     owner = SimpleNamespace(__name__="keras.losses", mean=lambda values, weights: values)
-
     with pytest.raises(ConfigError, match=rf"Keras {keras.__version__} .*keras.losses.mean has .*\(values, weights\)"):
         replacement(owner).probe()
 
 
 def test_a_missing_function_is_refused_unless_a_keras_without_it_needs_no_replacement():
     owner = SimpleNamespace(__name__="keras.losses")
-
     with pytest.raises(ConfigError, match=r"keras.losses.mean is missing, expected \(values\)"):
         replacement(owner).probe()
     assert not replacement(owner, is_optional=True).probe()

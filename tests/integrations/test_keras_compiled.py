@@ -107,9 +107,7 @@ def uneven_batches() -> Iterator[Any]:
 def test_predict_before_any_training_compiles_once_and_ends(make_strategy: MakeStrategy):
     made = nested(make_strategy(2))
     made.compile("sgd", "mse", jit_compile=True)
-
     outputs = made.predict(uneven_batches(), verbose=0)
-
     expected = made(KERAS.X[:20]).detach().numpy()
     assert KERAS.largest_difference([outputs], [expected]) < EXACT
     assert counters["aot_autograd"]["total"] == 1  # a shard of one row; batches of other sizes run uncompiled
@@ -157,10 +155,8 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(
     made = distribute(model(), make_strategy(2), sync_batchnorm=synced)
     made.compile("sgd", KERAS.entropy(), jit_compile=True)
     before = made.get_weights()
-
     with pytest.raises(ConfigError) as refused:
         made.fit(KERAS.X, KERAS.LABELS, batch_size=34, verbose=0)
-
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert KERAS.largest_difference(made.get_weights(), before) == 0.0

@@ -33,9 +33,7 @@ MakeStrategy = Callable[..., ls.MirroredStrategy]
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_loop_has_the_numbers_of_one_device(optimizer: str, replicas: int, make_strategy: MakeStrategy):
     expected = KERAS.train_in_loop(optimizer, None)
-
     found = KERAS.train_in_loop(optimizer, make_strategy(replicas))
-
     for kind in ("seen", "weights", "state"):
         assert KERAS.largest_difference(found[kind], expected[kind]) < 20 * EXACT
 
@@ -182,7 +180,6 @@ def test_what_would_give_other_numbers_is_refused_in_one_line(
 def test_a_batch_that_was_not_divided_is_warned_of(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     model = distribute(keras.Sequential([keras.Input((10, 10, 3)), layers.Flatten(), layers.Dense(3)]), strategy)
-
     with pytest.warns(UserWarning, match="distribute_dataset"):
         strategy.run(lambda x: model(x).sum(), args=(BATCHES[0][0],))
 
@@ -193,10 +190,8 @@ def test_a_strategy_ends_with_its_models(split_cpu: Callable[[int], tuple[Any, .
     model.compile("sgd", "mse")
     model.fit(KERAS.X[:4], KERAS.X[:4, :3], verbose=0)
     known = weakref.ref(strategy)
-
     del strategy, model
     gc.collect()
-
     assert known() is None
 
 

@@ -62,9 +62,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_few_lines_differ_from_the_program_for_one_device(name: str, most: int):
     programs = [(FOLDER / f"{each}.py").read_text() for each in (f"{name}_one_device", name)]
     one, all_devices = (program.partition('"""\n\n')[2].splitlines() for program in programs)
-
     changed = [line for line in difflib.ndiff(one, all_devices) if line[:1] in "+-" and line[1:].strip()]
-
     assert 6 <= len(changed) <= most
 
 
@@ -72,9 +70,7 @@ def test_few_lines_differ_from_the_program_for_one_device(name: str, most: int):
 def test_masked_words_has_the_numbers_of_one_device(run: Run, text: str, tmp_path: Path):
     words = ["--data", text, "--vocabulary", "60", "--sequence-length", "24", "--batch-size", "8", "--epochs", "2"]
     one = run("masked_words_one_device", *words, "--dropout", "0", "--log-dir", str(tmp_path))
-
     three = run("masked_words", *words, "--dropout", "0", "--devices", "cpu:3")
-
     assert len(one) == 2 * 4 + 2
     assert three == pytest.approx(one, abs=2e-4)
     assert list(tmp_path.glob("events.out.tfevents.*"))
@@ -87,9 +83,7 @@ def test_masked_words_has_the_numbers_of_one_device(run: Run, text: str, tmp_pat
 def test_mobilenet_has_the_numbers_of_one_device(name: str, batches: tuple[int, int], run: Run, pictures: str):
     words = ["--data", pictures, "--epochs", "1", "--batch-size"]
     one = run(f"{name}_one_device", *words, str(batches[0]))
-
     two = run(name, *words, str(batches[1]), "--devices", "cpu:2")
-
     assert len(one) >= 3
     assert two[:2] == pytest.approx(one[:2], abs=1e-4)
     assert two[2:] == pytest.approx(one[2:], rel=0.02)

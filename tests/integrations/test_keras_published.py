@@ -101,10 +101,8 @@ class HiddenSuper(Alone):
 def test_steps_that_would_have_other_numbers_are_refused(kind: Any, named: str, make_strategy: MakeStrategy):
     model = distribute(kind(), make_strategy(2))
     model.compile("sgd", KERAS.entropy())
-
     with pytest.raises((ConfigError, UsageError), match=named) as refused:
         model.fit(KERAS.X, KERAS.LABELS, verbose=0)
-
     assert "\n" not in str(refused.value)
 
 
@@ -127,7 +125,6 @@ def test_a_step_that_is_no_mean_over_rows_from_a_later_batch_on_is_refused_then(
     plain, marked = KERAS.X[:4], KERAS.X[:4].copy()
     marked[:, 0] = 200
     model.fit(plain, KERAS.LABELS[:4], epochs=3, verbose=0)
-
     with pytest.raises(ConfigError, match=r"RareSum\.train_step gets other gradients"):
         model.fit(marked, KERAS.LABELS[:4], epochs=2, verbose=0)
 
@@ -149,9 +146,7 @@ class Noisy(Alone):
 def test_a_step_that_draws_numbers_is_not_refused(make_strategy: MakeStrategy):
     model = distribute(Noisy(), make_strategy(3))
     model.compile("sgd", KERAS.entropy())
-
     history = model.fit(KERAS.X, KERAS.LABELS, verbose=0).history
-
     assert history["own"][0] > 0.0
 
 
@@ -163,7 +158,6 @@ def test_a_rerun_with_one_strategy_has_the_same_bits(make_strategy: MakeStrategy
         model.compile("sgd", KERAS.entropy())
         model.fit(KERAS.X, KERAS.LABELS, verbose=0)
         weights.append(model.get_weights())
-
     assert KERAS.largest_difference(*weights) == 0.0
 
 
@@ -178,9 +172,7 @@ class AlwaysNoisy(keras.layers.Layer):
 
 def test_predictions_that_are_drawn_differ_from_call_to_call(make_strategy: MakeStrategy):
     model = distribute(keras.Sequential([keras.Input((8,)), AlwaysNoisy()]), make_strategy(2))
-
     drawn = [model.predict(KERAS.X[:8], verbose=0) for _ in range(2)]
-
     assert (drawn[0] != drawn[1]).all()
 
 
@@ -220,6 +212,5 @@ def test_variables_that_replicas_cannot_merge_are_refused(
 ):
     ours = distribute(model(), make_strategy(2))
     ours.compile("sgd", KERAS.entropy())
-
     with pytest.raises(error, match=named):
         ours.fit(KERAS.X, KERAS.LABELS, verbose=0)

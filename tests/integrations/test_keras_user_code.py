@@ -91,7 +91,6 @@ def test_compute_loss_is_told_that_the_model_trains_from_the_first_call(make_str
 
 def test_a_loss_that_knows_training_is_that_of_keras_alone(make_strategy: MakeStrategy):
     expected, history = on_both(TrainingLoss, make_strategy(3), fitted)
-
     assert_equal_history(history, expected)
 
 
@@ -119,7 +118,6 @@ def test_what_is_drawn_at_random_is_no_reason_to_refuse_a_loss(model: Callable[[
     for _ in range(2):
         keras.utils.set_random_seed(1)
         rerun.append(fitted(distribute(model(), make_strategy(2))))
-
     assert rerun[0] == rerun[1]
     assert rerun[0]["loss"][1] < rerun[0]["loss"][0]
 
@@ -162,7 +160,6 @@ def test_a_model_without_trainable_weights_is_called_in_training_mode(
 
 def test_run_eagerly_is_what_keras_on_torch_always_does(make_strategy: MakeStrategy):
     expected, history = on_both(dense, make_strategy(2), lambda model: fitted(model, run_eagerly=True))
-
     assert_equal_history(history, expected)
 
 
@@ -254,7 +251,6 @@ def test_a_step_function_takes_every_batch_that_keras_gives_it(make_strategy: Ma
 def test_a_model_inside_a_distributed_model_of_another_strategy_is_refused(make_strategy: MakeStrategy):
     inner = distribute(dense(), make_strategy(2))
     model = distribute(keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(2)]), make_strategy(3))
-
     with pytest.raises(UsageError, match="another strategy"):
         fitted(model)
 

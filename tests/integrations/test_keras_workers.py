@@ -81,7 +81,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_weights_and_history_are_those_of_keras_alone(results: dict[str, Any], name: str):
     programs = load()
     model, history = programs.train((programs.PROGRAMS | programs.PUBLISHED)[name], None)
-
     for worker in ("chief", "other"):
         weights, found = results[worker][name]
         assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) < 1e-6
@@ -92,7 +91,6 @@ def test_weights_and_history_are_those_of_keras_alone(results: dict[str, Any], n
 def test_a_loop_of_its_own_has_the_numbers_of_keras_alone(results: dict[str, Any]):
     programs = load()
     expected = programs.train_in_loop("adam", None)
-
     for worker in ("chief", "other"):
         for kind, found in results[worker]["loop"].items():
             assert programs.largest_difference([each.numpy() for each in found], expected[kind]) < 2e-5
@@ -101,7 +99,6 @@ def test_a_loop_of_its_own_has_the_numbers_of_keras_alone(results: dict[str, Any
 def test_every_worker_has_all_predictions_and_the_chief_alone_saves(results: dict[str, Any]):
     programs = load()
     saved = keras.models.load_model(results["folder"] / "0.keras")
-
     expected = saved.predict(programs.TOKENS[:7], verbose=0)
     for worker in ("chief", "other"):
         assert programs.largest_difference([results[worker]["predicted"].numpy()], [expected]) < 1e-6
@@ -125,7 +122,6 @@ def test_an_interrupted_training_continues_at_the_batch_with_the_bits_of_one_tha
     programs = load()
     with closing(ls.MirroredStrategy(split_cpu(1), replicas=4, seed=0)) as strategy:
         expected = programs.train_with_dropout(strategy)
-
     assert len(results["chief"]["backups"]) == 1
     assert results["other"]["backups"] == []
     for worker in ("chief", "other"):

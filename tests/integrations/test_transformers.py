@@ -158,9 +158,7 @@ SLOW = (
 def test_it_equals_one_device(tiny: Any, make_strategy: Callable[..., Any], name: str):
     task = features(tiny)[name]
     theirs = tiny.train(task, transformers.Trainer)
-
     ours = tiny.train(task, Trainer, replicas=REPLICAS, strategy=make_strategy(REPLICAS))
-
     tiny.assert_same(
         ours, theirs, far=1e-5 if name in TOKENS else 1e-9
     )  # BERT computes the losses of tokens in float32
@@ -180,7 +178,6 @@ def test_the_last_line_is_the_fingerprint_which_is_the_same_on_other_devices(
             trainer = tiny.train(task, Trainer, replicas=2, strategy=strategy).trainer
             lines.append(capsys.readouterr().out.splitlines()[-1])
             assert lines[-1] == f"fingerprint {trainer.fingerprint()}"
-
     assert lines[0] == lines[1]
 
 
@@ -189,5 +186,4 @@ def test_a_training_that_prints_no_logs_prints_no_fingerprint(
 ):
     with closing(MirroredStrategy(split_cpu(1), seed=0)) as strategy:
         tiny.train(tiny.Task(), Trainer, strategy=strategy)
-
     assert capsys.readouterr().out == ""

@@ -30,7 +30,6 @@ def names(folder: Path) -> list[str]:
 def test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout(tiny: Any, make_strategy: MakeStrategy, tmp_path: Path):
     task = tiny.Task(model=lambda: tiny.model(dropout=0.3), args=SAVING, more={"compute_metrics": tiny.accuracy})
     undisturbed = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
-
     again = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2, seed=5), folder=str(tmp_path / "b"))
     tiny.assert_same(again, undisturbed, far=0)
     for step in (2, 4):  # in the middle of an epoch of 3 steps
@@ -107,12 +106,10 @@ def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
     task = tiny.Task(model=lambda: tiny.model(dropout=0.3), args=SAVING)
     tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
     going = resumed(task, tmp_path / "a", 4)
-
     runs = [
         tiny.train(going, Trainer, replicas=4, strategy=make_strategy(4, seed=seed), folder=str(tmp_path / "b"))
         for seed in (0, 1)
     ]
-
     tiny.assert_same(runs[1], runs[0], far=0)
 
 

@@ -95,10 +95,8 @@ NAMES = (
 def test_evaluate_equals_one_device(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any, name: str):
     task = features(tiny)[name]
     theirs, ours = both(tiny, task, make_strategy(REPLICAS), tmp_path)
-
     expected = numbers(theirs.evaluate(), tiny)
     found = numbers(ours.evaluate(), tiny)
-
     assert found == pytest.approx(expected, rel=1e-2 if "bf16" in name else 1e-5)
     assert len(found) > 1 or name in ("loss", "tokens", "causal")
 
@@ -123,11 +121,9 @@ def test_predict_gives_all_rows_in_order(tiny: Any, make_strategy: MakeStrategy,
 def test_what_is_changed_between_evaluations_counts(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any, layout: str):
     _, ours = both(tiny, tiny.Task(), make_strategy(REPLICAS), tmp_path)
     before = ours.evaluate()["eval_loss"]
-
     with torch.no_grad():
         ours.model.classifier.bias += torch.tensor([5.0, -5.0])
     after = ours.evaluate()["eval_loss"]
-
     theirs, _ = both(tiny, tiny.Task(model=lambda: ours.model), make_strategy(REPLICAS), tmp_path)
     assert after == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-6)
     assert abs(after - before) > 1
@@ -137,5 +133,4 @@ def test_without_a_label_there_is_no_loss_and_no_nan(tiny: Any, make_strategy: M
     """One row of the batch has a label; three replicas have nothing to count."""
     valid = [{**row, "labels": row["labels"] if number == 5 else -100} for number, row in enumerate(tiny.rows(8))]
     theirs, ours = both(tiny, tiny.Task(valid=valid), make_strategy(REPLICAS), tmp_path)
-
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-6)

@@ -75,7 +75,6 @@ def test_an_override_of_2024_is_refused_before_the_training(
     tiny: Any, tmp_path: Any, method: str, override: Any, advice: str
 ):
     program = type("Mine", (Trainer,), {method: override})
-
     with pytest.raises(ConfigError, match=rf"^Mine\.{method}\(.*\) cannot be called .*; {advice}"):
         program(tiny.model(), tiny.arguments(str(tmp_path), 2))
 
@@ -99,7 +98,6 @@ def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
     tiny: Any, make_strategy: MakeStrategy, split_cpu: Any, tmp_path: Any
 ):
     given, ambient = make_strategy(2), make_strategy(3)
-
     assert make(tiny, tmp_path, strategy=given).strategy is given
     with ambient.scope():
         assert make(tiny, tmp_path).strategy is ambient
@@ -110,7 +108,6 @@ def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
 @pytest.mark.slow
 def test_the_batch_is_per_replica_and_the_process_is_one(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(3))
-
     assert (trainer.args.n_gpu, trainer.args.world_size, trainer.args.train_batch_size) == (3, 1, 6)
     assert len(trainer.get_train_dataloader()) == 2
     assert trainer.accelerator.num_processes == 1
@@ -131,7 +128,6 @@ def test_what_cannot_work_is_refused_in_one_line(
 ):
     with pytest.raises(ConfigError, match=f"the Trainer of lockstep got {complaint}") as caught:
         make(tiny, tmp_path, strategy=make_strategy(2), **settings)
-
     assert "\n" not in str(caught.value)
 
 
@@ -155,7 +151,6 @@ def test_what_takes_the_model_apart_is_refused(tiny: Any, make_strategy: MakeStr
 def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(2), remove_unused_columns=False)
     trainer.data_collator = lambda rows: tiny.collate(rows) | {"position_ids": torch.arange(3)}
-
     with pytest.raises(DataError, match=r'of a batch disagree in length: .*batch\["position_ids"\]: 3 rows'):
         trainer.train()
 
@@ -232,7 +227,6 @@ def test_a_loss_that_shards_do_not_add_up_to_is_told_once(
     tiny: Any, make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor]
 ):
     (told,) = told_of(loss, tiny, make_strategy(2), 2)
-
     assert "num_items_in_batch" in told
     assert "2 replicas" in told
     assert told_of(loss, tiny, make_strategy(1), 1) == []
@@ -284,9 +278,7 @@ def test_a_mean_over_rows_of_means_over_labels_is_weighed_by_rows(
 def test_other_arguments_made_later_do_no_harm(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(2), bf16=True)
     tiny.arguments(str(tmp_path), 2)  # makes accelerate forget what it knows
-
     trainer.train()
-
     assert trainer.accelerator.mixed_precision == "bf16"
     assert trainer.args.n_gpu == 2
 
@@ -370,10 +362,8 @@ def test_adapters_are_trained_alone_and_saved_alone(tiny: Any, make_strategy: Ma
 @pytest.mark.slow
 def test_bf16_is_near_one_device_and_the_model_stays_in_float32(tiny: Any, make_strategy: MakeStrategy):
     task = tiny.Task(model=lambda: tiny.model().float(), args={"bf16": True, "eval_strategy": "epoch"})
-
     theirs = tiny.train(task, transformers.Trainer)
     ours = tiny.train(task, Trainer, replicas=4, strategy=make_strategy(4))
-
     tiny.assert_same(ours, theirs, far=2e-2)
     assert {parameter.dtype for parameter in ours.trainer.model.parameters()} == {torch.float32}
 
@@ -385,7 +375,6 @@ def test_a_second_training_goes_on_with_the_optimizer(tiny: Any, make_strategy: 
         trainer = tiny.train(tiny.Task(), base, replicas=replicas, **more).trainer
         trainer.train()
         both.append(tiny.outcome(trainer))
-
     tiny.assert_same(both[1], both[0])
 
 

@@ -129,7 +129,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_numbers_are_those_of_one_device(results: dict[str, Any], tiny: Any, tmp_path: Path):
     theirs = tiny.train(causal(tiny, **SAVING, **BEST), transformers.Trainer, folder=str(tmp_path))
-
     for worker in ("chief", "other"):
         ours = tiny.Outcome(*results[worker]["causal"], None)
         tiny.assert_same(ours, theirs, far=1e-5)
@@ -158,7 +157,6 @@ def test_one_worker_that_stops_ends_all_alike(results: dict[str, Any]):
 
 def test_a_batch_that_does_not_fit_one_worker_is_reduced_on_all(results: dict[str, Any], tiny: Any):
     theirs = tiny.train(hungry(tiny, 10), transformers.Trainer)
-
     assert theirs.trainer.state.train_batch_size == 10
     for worker in ("chief", "other"):
         assert results[worker]["batch size"] == 10

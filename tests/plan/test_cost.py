@@ -29,7 +29,6 @@ def test_operations_are_those_of_the_papers():
     rows, layers, s, h, words = division.batch, shape.layers, shape.sequence, shape.hidden, shape.vocabulary
     # Korthikanti et al., equation 7.
     model = 72 * rows * layers * s * h * h * (1 + s / (6 * h) + words / (12 * h * layers))
-
     assert predicted(shape, division).model_flops == pytest.approx(model, rel=1e-12)
 
 
@@ -37,7 +36,6 @@ def test_operations_are_those_of_the_papers():
 def test_the_bubble_is_that_of_equal_stages(stages: int, batches: int):
     division = Division(pipeline=stages, microbatches=batches)
     theory = (stages - 1) / (batches + stages - 1)
-
     assert predicted(EVEN, division).bubble == pytest.approx(theory, rel=0.02)
     assert predicted(EVEN, replace(division, schedule="gpipe")).bubble == pytest.approx(theory, rel=0.02)
 
@@ -46,7 +44,6 @@ def test_the_bubble_is_that_of_equal_stages(stages: int, batches: int):
 def test_interleaving_divides_the_bubble(chunks: int):
     division = Division(pipeline=8, microbatches=16, schedule="interleaved", stages_per_worker=chunks)
     waits = 7 / chunks
-
     assert predicted(EVEN, division).bubble == pytest.approx(waits / (16 + waits), rel=0.03)
 
 
@@ -56,7 +53,6 @@ def test_zero_bubble_fills_it_with_weight_gradients():
     whole, filled = predicted(EVEN, division), predicted(EVEN, replace(division, schedule="zero_bubble"))
     adding = accumulate_seconds(6 * EVEN.layer_parameters, division, A100, SOFTWARE)
     weights = 6 * layer_work(EVEN, division, A100, SOFTWARE).weights + adding
-
     assert whole.bubble_s - filled.bubble_s == pytest.approx(7 * 2 * weights, rel=0.01)
     assert filled.compute_s == whole.compute_s
 
@@ -64,7 +60,6 @@ def test_zero_bubble_fills_it_with_weight_gradients():
 def test_seconds_add_up_to_the_step():
     found = predicted(KNOWN_SHAPES["gpt-3"], Division(data=2, pipeline=8, tensor=8, microbatches=16))
     parts = (found.compute_s, found.bubble_s, found.tensor_s, found.pipeline_s, found.data_s, found.update_s)
-
     assert found.step_s == pytest.approx(sum(parts))
     assert all(part > 0 for part in parts)
 
@@ -74,7 +69,6 @@ def test_full_recomputation_costs_a_forward_pass():
     none, full = (
         predicted(KNOWN_SHAPES["megatron-22b"], replace(division, activation_checkpointing=r)) for r in ("none", "full")
     )
-
     assert 1.25 < full.compute_s / none.compute_s < 1.4
     assert full.tensor_s == pytest.approx(1.5 * none.tensor_s, rel=0.02)
 
@@ -96,7 +90,6 @@ def test_a_layer_takes_what_korthikanti_et_al_measured():
 def test_products_lose_efficiency_where_they_are_narrow():
     whole = layer_work(EVEN, Division(microbatch_size=4), A100, SOFTWARE)
     eighth = layer_work(EVEN, Division(microbatch_size=4, tensor=8), A100, SOFTWARE)
-
     assert whole.forward / 8 < eighth.forward < whole.forward / 2
 
 
@@ -120,33 +113,28 @@ def test_autocast_and_unfused_programs_move_more_bytes():
         replace(KNOWN_SHAPES["megatron-1.7b"], saved=KNOWN_SHAPES["gpt2"].saved),
     )
     autocast = Software(precision=PRECISIONS["bf16"], fused_attention=False)
-
     assert layer_work(eager, Division(), A100, SOFTWARE).forward > layer_work(fused, Division(), A100, SOFTWARE).forward
     assert layer_work(fused, Division(), A100, autocast).forward > layer_work(fused, Division(), A100, SOFTWARE).forward
 
 
 def test_tiny_work_costs_its_launches():
     tiny = ModelShape(layers=2, hidden=16, heads=2, vocabulary=10, sequence=4)
-
     assert layer_work(tiny, Division(), A100, SOFTWARE).forward == pytest.approx(16 * 6e-6)
 
 
 def test_overlap_hides_the_gradients_exchange_but_for_its_tail():
     division = Division(data=32, microbatches=4, microbatch_size=4)
     open_, hidden = (predicted(EVEN, division, replace(SOFTWARE, overlap_data=over)) for over in (False, True))
-
     assert hidden.data_s == pytest.approx(0.1 * open_.data_s)
 
 
 def test_tensor_ranks_across_hosts_pay_the_network():
     within = predicted(EVEN, Division(tensor=8, microbatch_size=4))
     across = predicted(EVEN, Division(tensor=16, microbatch_size=4))
-
     assert across.tensor_s > 1.3 * within.tensor_s
 
 
 def test_split_sends_carry_an_eighth():
     division = Division(pipeline=2, tensor=8, microbatches=8)
     whole, split = (predicted(EVEN, division, replace(SOFTWARE, split_sends=how)) for how in (False, True))
-
     assert split.pipeline_s < 0.4 * whole.pipeline_s

@@ -50,7 +50,6 @@ def test_parameters_are_those_of_the_model(kind: str):
     language = transformers.MODEL_FOR_MASKED_LM_MAPPING if kind == "bert" else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     make = transformers.T5ForConditionalGeneration if kind == "t5" else language[type(config)]
     expected = sum(parameter.numel() for parameter in make(config).parameters())
-
     assert count_model(tiny(kind)).parameters == expected
     assert shape_of(tiny(kind), sequence=64).parameters == expected
 
@@ -95,7 +94,6 @@ def test_well_known_models_have_the_sizes_that_their_configs_say(name: str):
 def test_mixtral_has_its_published_parameters_and_a_token_meets_a_quarter_of_them():
     """Jiang et al. 2024 (arXiv 2401.04088): 47 billion parameters, of which 13 billion are active."""
     counted = shape_of("type=mixtral, max_position_embeddings=32768")
-
     assert counted.parameters == 46_702_792_704
     assert counted.active_parameters == pytest.approx(12.9e9, rel=0.005)
     assert (counted.experts, counted.active_experts, counted.feed_forward, counted.gated) == (8, 2, 14336, True)
@@ -124,7 +122,6 @@ def test_experts_cost_the_operations_of_those_that_are_active_and_the_memory_of_
 def test_parameters_and_operations_are_known_by_module():
     counts = count_model(tiny("mixtral"))
     experts, attention = counts.of("model.layers.*.mlp.experts"), counts.of("model.layers.*.self_attn")
-
     assert experts.modules == attention.modules == 2
     assert experts.parameters == 2 * 4 * 3 * 32 * 48
     assert experts.token_flops == 2 * 2 * 2 * 3 * 32 * 48  # two of the four experts
@@ -135,7 +132,6 @@ def test_parameters_and_operations_are_known_by_module():
 def test_a_folder_is_read(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     shape = shape_of(tmp_path)
-
     assert (shape.kv_heads, shape.gated, shape.tied, shape.feed_forward) == (2, True, False, 48)
     assert shape.name == tmp_path.name
     assert shape_of(str(tmp_path / "config.json")).parameters == shape.parameters
@@ -143,26 +139,22 @@ def test_a_folder_is_read(tmp_path: Path):
 
 def test_windows_of_some_layers_are_read():
     shape = shape_of("type=gemma3_text, num_hidden_layers=6", sequence=8192)
-
     assert (shape.window, round(shape.windowed * shape.layers)) == (4096, 5)
     assert shape.attended == pytest.approx((5 * 4096 + 8192) / 6)
 
 
 def test_of_a_model_of_text_and_images_the_layers_of_text_are_planned():
     shape = shape_of("type=paddleocr_vl")
-
     assert (shape.layers, shape.hidden, shape.kv_heads) == (18, 1024, 2)  # of its images: 27 layers
 
 
 def test_sizes_that_differ_between_layers_are_read():
     shape = shape_of("type=gemma4_text, num_hidden_layers=6", sequence=1024)
-
     assert shape.parameters == count_model({"model_type": "gemma4_text", "num_hidden_layers": 6}).parameters
 
 
 def test_types_without_plans_are_planned_on_copies_alone():
     shape = shape_of("type=gpt_bigcode")
-
     assert why_indivisible(shape, data=2, pipeline=1, tensor=1, batch=8) is None
     reason = why_indivisible(shape, data=1, pipeline=1, tensor=2, batch=8)
     assert reason is not None

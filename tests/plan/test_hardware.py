@@ -24,7 +24,6 @@ def test_a_ring_moves_at_the_pace_of_its_slowest_link():
     inside = ring_seconds(1e9, 8, 1, NETWORK, 1.0, 0.0)
     across = ring_seconds(1e9, 16, 1, NETWORK, 1.0, 0.0)
     alone = ring_seconds(1e9, 16, 8, NETWORK, 1.0, 0.0)
-
     assert inside == pytest.approx(1e9 * 7 / 8 / 300e9, rel=0.02)
     assert across == pytest.approx(1e9 * 15 / 16 / 200e9, rel=0.02)  # eight rails of 25 GB/s
     assert alone == pytest.approx(1e9 * 15 / 16 / 25e9, rel=0.02)

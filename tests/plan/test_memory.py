@@ -39,7 +39,6 @@ def test_a_layer_keeps_what_korthikanti_et_al_count():
 
 def test_fused_attention_keeps_no_scores():
     fused = replace(MEGATRON, fused_attention=True)
-
     assert layer_activations(GPT3, Division(tensor=8), fused).saved == pytest.approx(SBH * (10 + 24 / 8))
 
 
@@ -57,7 +56,6 @@ def test_fused_attention_keeps_no_scores():
 def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
     division = Division(pipeline=8, microbatches=microbatches, schedule=schedule, stages_per_worker=chunks)
     first, *_ = pipeline_workers(GPT3, division)
-
     assert first.live_layers / first.layers == pytest.approx(held)
 
 
@@ -93,7 +91,6 @@ def test_a_stage_has_buffers_for_every_microbatch():
         WorkerMemory(GPT3, division, replace(MEGATRON, static_buffers=True), worker).estimate().buffers
         for worker in pipeline_workers(GPT3, division)
     )
-
     assert first == last == 64 * 2 * SBH  # those between have as many for what comes back as for what comes
 
 
@@ -101,14 +98,12 @@ def test_recomputation_keeps_inputs_and_one_layer_at_work():
     division = Division(pipeline=8, tensor=8, microbatches=64)
     full = estimate_memory(GPT3, replace(division, activation_checkpointing="full"), MEGATRON).activations
     layer = layer_activations(GPT3, division, MEGATRON)
-
     assert full == pytest.approx(8 * 12 * layer.input + layer.saved)
 
 
 def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
     shape = replace(GPT3, layers=2, vocabulary=2_000_000)
     memory = estimate_memory(shape, Division(pipeline=2, microbatches=1, microbatch_size=8), MEGATRON)
-
     assert memory.activations > 8 * 2048 * 2_000_000 * 6
     assert memory.weights > 2 * 2_000_000 * 12288
 
@@ -117,7 +112,6 @@ def test_autocast_holds_a_cast_copy_of_the_weights():
     shape = KNOWN_SHAPES["gpt2"]
     bf16 = estimate_memory(shape, Division(), Software(precision=PRECISIONS["bf16"]))
     fp32 = estimate_memory(shape, Division(), Software(precision=PRECISIONS["fp32"]))
-
     assert bf16.weights == pytest.approx(6 * shape.parameters)
     assert fp32.weights == pytest.approx(4 * shape.parameters)
     assert fp32.activations > 1.4 * bf16.activations

@@ -55,7 +55,6 @@ def test_what_is_held_is_what_torch_s_schedule_holds(schedule: ScheduleName):
         for worker, order in enumerate(orders_of(pipelining)):
             held = live_microbatches(worker, pipelining)
             counted = sum(held) if isinstance(held, tuple) else held
-
             assert most_held(order) == counted, (pipelining, worker)
 
 

@@ -37,14 +37,12 @@ def test_layouts_are_ranked_and_fit():
 
 def test_a_plainer_layout_that_is_hardly_slower_is_preferred():
     found = plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512, choices=Choices())
-
     assert found.ranked[0].division.options > 0
     assert found.best.division.options == 0
 
 
 def test_every_way_of_dividing_is_either_ranked_or_refused():
     found = plan("gpt2-xl", devices=16, kind="a100-40gb", batch=64)
-
     # 16 = data x pipeline x tensor in 15 ways.
     assert len(found.best_of_each) + len(found.infeasible) == 15
     reasons = {(r.data, r.pipeline, r.tensor): r.reason for r in found.infeasible}
@@ -54,7 +52,6 @@ def test_every_way_of_dividing_is_either_ranked_or_refused():
 def test_thousands_of_layouts_take_less_than_a_second():
     start = time.process_time()
     found = plan("gpt-3", devices=1024, kind="a100-80gb", batch=1536, choices=Choices())
-
     assert found.tried > 10_000
     assert (time.process_time() - start) / found.tried < 1e-4  # ten thousand in less than a second
 
@@ -96,7 +93,6 @@ def test_what_is_given_is_kept():
 
 def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
     copies = Choices(pipeline=1, tensor=1, shard_parameters=(False,))
-
     with pytest.raises(ConfigError, match=r"megatron-1t on 64 x a100-80gb fits: .*expected at most 73.6; take 256 dev"):
         plan("megatron-1t", devices=64, kind="a100-80gb", batch=512)
     with pytest.raises(ConfigError, match=r"fits: the smallest .*; leave out pipeline=1 or tensor=1"):
@@ -130,7 +126,6 @@ def test_a_batch_that_no_division_of_the_devices_divides_is_one_line():
 
 def test_interleaving_needs_groups_of_as_many_microbatches_as_stages():
     choices = Choices(data=1, tensor=1, microbatch_size=1, schedules=("interleaved",))
-
     assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.division.stages_per_worker > 1
     with pytest.raises(ConfigError, match="the batch does not give each copy as many microbatches as stages"):
         plan("gpt2", devices=4, kind="a100-40gb", batch=6, choices=choices)
@@ -173,7 +168,6 @@ def test_a_call_says_what_is_not_the_default():
 @pytest.mark.parametrize("name", DEVICE_KINDS)
 def test_every_kind_of_device_can_be_planned_for(name: str):
     kind = device_kind(name)
-
     assert kind.source
     assert {kind.inside, kind.between} <= set(LINKS)
     assert plan("bert-base", devices=2, kind=name, batch=16).ranked

@@ -65,7 +65,6 @@ def test_heads_that_do_not_divide_are_refused_with_those_that_do():
 
 def test_learned_positions_grow_with_the_sequence_and_rotary_ones_do_not():
     gpt2, llama = KNOWN_SHAPES["gpt2"], KNOWN_SHAPES["llama-3-8b"]
-
     assert gpt2.with_sequence(2048).parameters - gpt2.parameters == 1024 * gpt2.hidden
     assert llama.with_sequence(1024).parameters == llama.parameters
 
@@ -84,7 +83,6 @@ def test_a_shape_is_a_shape():
 
 def test_the_recipe_is_bert_tiny_that_is_asked_about_its_masked_tokens():
     shape, config = shape_of("mlm"), MlmConfig()
-
     for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary"):
         assert getattr(shape, name) == getattr(config, name)
     assert (shape.sequence, shape.predicted) == (config.sequence_length, config.max_masked / config.sequence_length)
@@ -101,7 +99,6 @@ def test_names_are_forgiving():
 
 def test_sizes_are_a_model():
     shape = shape_of("layers=2, hidden=32, heads=4, vocabulary=100, sequence=64, gated=1, biases=0")
-
     assert shape == ModelShape(
         name="2 x 32", layers=2, hidden=32, heads=4, vocabulary=100, sequence=64, gated=True, biases=False
     )

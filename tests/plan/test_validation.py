@@ -238,7 +238,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "concepts"
 def test_published_runs_are_predicted_within_a_fifth_but_for_those_that_are_named(table: PublishedTable):
     comparisons = compared(table)
     far = {_key(each.row) for each in comparisons if abs(each.error) > 0.20}
-
     assert far == _FAR.intersection(map(_key, table.rows))
     assert middle_error(comparisons) < 0.15
 
@@ -246,7 +245,6 @@ def test_published_runs_are_predicted_within_a_fifth_but_for_those_that_are_name
 def test_runs_that_nothing_was_fitted_to_are_predicted_within_a_tenth_in_the_median():
     """The promise is 10%; what is reached is held closer, so that a slip in a formula is seen."""
     aside = [each for table in TABLES if not table.fitted for each in compared(table)]
-
     assert len(aside) > 200
     assert middle_error(aside) < 0.05
     assert sum(abs(each.error) <= 0.10 for each in aside) > 0.85 * len(aside)
@@ -254,7 +252,6 @@ def test_runs_that_nothing_was_fitted_to_are_predicted_within_a_tenth_in_the_med
 
 def test_weak_scaling_from_2_billion_to_a_trillion_is_predicted():
     comparisons = compared(WEAK_SCALING)
-
     assert len(comparisons) == 10
     assert middle_error(comparisons) < 0.05
     assert abs(worst(comparisons).error) < 0.10
@@ -282,7 +279,6 @@ def test_predictions_do_not_hang_on_one_constant():
 @pytest.mark.parametrize("row", WEAK_SCALING.rows, ids=lambda row: row.shape.name)
 def test_the_planners_choice_is_the_published_layout_or_close(row: Published):
     choice = choose(row)
-
     assert choice.rank <= 6
     assert choice.behind < 0.15
     if row.shape.parameters > 70e9:
@@ -325,7 +321,6 @@ def test_published_rates_add_up_to_the_published_petaflops(row: Published, aggre
 def test_published_rates_give_the_published_days(row: Published, days: int):
     """Narayanan et al., equation 4: 300 billion tokens take 8 T P / (n X)."""
     seconds = 8 * 300e9 * row.shape.parameters / (row.division.devices * row.value * 1e12)
-
     assert seconds / 86400 == pytest.approx(days, rel=0.03)
 
 

@@ -17,7 +17,5 @@ def test_images_with_a_hidden_layer_are_loaded_with_lockstep(tmp_path: Path, cap
     save_file = pytest.importorskip("safetensors.torch").save_file
     config = ImagesConfig(size=8, width_multiplier=0.1, output_stride=8, hidden=3)
     save_file(new_mobilenet(config, ["cat", "dog"]).state_dict(), tmp_path / "model.safetensors")
-
     exec(images_card(config, ["cat", "dog"], tmp_path).code, {})
-
     assert capsys.readouterr().out.strip() in ("cat", "dog")

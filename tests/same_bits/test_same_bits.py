@@ -35,7 +35,6 @@ def one_device(run_layout: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("layout", partly_slow(LAYOUTS, "2 + 1 + 1"))
 def test_every_step_has_the_bits_of_one_device(layout: str, run_layout: Callable[..., Any], one_device: Any):
     differences = run_layout(*LAYOUTS[layout], "loops").differences(one_device)
-
     # The sums of a plain all-reduce are another layout's after the first step: a last bit is enough to be seen.
     control = differences.pop(CONTROL, "")
     assert differences == {}
@@ -44,14 +43,12 @@ def test_every_step_has_the_bits_of_one_device(layout: str, run_layout: Callable
 
 def test_eight_replicas_on_three_workers_have_the_bits_of_one_device(run_layout: Callable[..., Any]):
     one = run_layout((1,), (8,), "few")
-
     assert run_layout((1, 1, 1), (3, 3, 2), "few").differences(one) == {}
 
 
 def test_an_own_loop_has_the_numbers_of_a_loop_by_hand(one_device: Any, trainings: Any):
     case = trainings.OWN_LOOPS[trainings.EXACT]
     alone = train(case.net(), case.data(), case.optimizer, trainings.per_example, clip_norm=case.clip)
-
     assert_close(one_device.results[trainings.EXACT], alone.module.state_dict(), 1e-10)
 
 

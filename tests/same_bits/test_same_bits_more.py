@@ -32,7 +32,6 @@ OTHERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 @pytest.mark.parametrize("layout", OTHERS)
 def test_any_number_of_replicas_has_the_bits_of_one_device(layout: str, run_layout: Callable[..., Any]):
     devices, replicas = OTHERS[layout]
-
     assert run_layout(devices, replicas, "few").differences(run_layout((1,), (sum(replicas),), "few")) == {}
 
 
@@ -44,7 +43,6 @@ def test_kernels_do_not_depend_on_where_their_operands_lie(layout: str, run_layo
 @pytest.mark.parametrize("layout", FOUR)
 def test_the_trainer_has_the_bits_of_one_device(layout: str, run_layout: Callable[..., Any]):
     pytest.importorskip("transformers")
-
     assert run_layout(*FOUR[layout], "trainers").differences(run_layout((1,), (4,), "trainers")) == {}
 
 
@@ -52,7 +50,6 @@ def test_a_backup_is_resumed_on_any_layout_with_the_bits_of_a_training_that_neve
     run_layout: Callable[..., Any], tmp_path: Path
 ):
     whole = run_layout(*FOUR["2 + 1 + 1"], "backed up", str(tmp_path / "backup"))
-
     for layout in ("1 process with 4 devices", "2 + 2", "1 + 1 + 1 + 1"):
         folder = tmp_path / layout / "backup"
         shutil.copytree(tmp_path / "kept", folder)

@@ -21,7 +21,6 @@ def test_the_rows_of_workload_b_in_order(make):
 
 def test_replicas_that_share_cores_have_no_more_hardware_than_there_is(make):
     two, four = (row for row in make.plan(2, 4, cores=2) if row.layout == "same total")
-
     assert (two.cores, two.hardware, two.resource) == (2, 2.0, "2 cores")
     assert (four.cores, four.hardware, four.resource) == (2, 2.0, "2 cores")
 
@@ -33,7 +32,6 @@ def test_a_single_core_has_no_row_of_all_cores(make):
 def test_gpus_are_counted_and_have_no_row_of_cores(make):
     hardware = Hardware(devices=make.devices(4, kind="GPU", physical=2), cores=8)
     rows = plan(ScalingSettings(batch_size=8, replicas=(2, 4)), hardware)
-
     assert [(row.layout, row.cores, row.hardware, row.resource) for row in rows[:2]] == [
         ("one device", None, 1.0, "1 GPU"),
         ("same total", None, 2.0, "2 GPUs"),

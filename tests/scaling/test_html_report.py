@@ -12,7 +12,6 @@ from lockstep_tools.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cell
 
 def test_the_page_asks_for_nothing_and_runs_nothing(make):
     page = render_page(make.result())
-
     links = set(re.findall(r"""\b(?:src|href|action|data)\s*=\s*["']?([^"'>\s]*)""", page))
     assert {link for link in links if not link.startswith("#")} == {"data:,"}
     assert not re.search(r"<script|@import|url\((?!#)", page)
@@ -24,7 +23,6 @@ def test_the_page_asks_for_nothing_and_runs_nothing(make):
 
 def test_what_others_wrote_is_text_and_no_markup(make):
     page = render_page(make.result())
-
     assert "made-up &lt;pictures&gt;" in page
     assert "A &lt;processor&gt;" in page
     assert "<pictures>" not in page
@@ -58,7 +56,6 @@ def test_the_same_result_draws_the_same_page(make):
 def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
     result = make.result()
     shown = browse(render_page(result), width=400, dark=True)
-
     assert (shown.seen["width"], shown.seen["scrolls"]) == (400, 400)
     assert shown.seen["background"] == "rgb(21, 23, 26)"
     assert [row[0] for row in shown.seen["tables"][0][1:]] == [row.configuration.name for row in result.rows]
@@ -68,6 +65,5 @@ def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
 @pytest.mark.slow
 def test_a_browser_refuses_what_the_page_would_ask_for(make, browse):
     tampered = render_page(make.result()).replace("</main>", '<img src="https://example.invalid/a.png"></main>')
-
     (line,) = browse(tampered, width=800).console
     assert "Content Security Policy" in line

@@ -10,7 +10,6 @@ from lockstep_tools.scaling.machine import commit_of, this_machine
 
 def test_the_machine_is_the_one_that_we_are_on():
     machine = this_machine()
-
     assert machine.torch == torch.__version__
     assert machine.cores >= 1
     assert machine.memory_gb > 0

@@ -85,14 +85,12 @@ def one_device(warm_up: int, timed_steps: int) -> float:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_loss_is_that_of_one_device_over_the_same_batches(make_strategy, replicas: int):
     record = measure(make_strategy(replicas), make_task(Batches()), batch_size=BATCH, warm_up=2, timed_steps=5)
-
     assert record.loss == pytest.approx(one_device(2, 5), rel=1e-5)
 
 
 def test_the_timed_steps_begin_an_epoch_and_go_on_into_the_next(make_strategy):
     batches = Batches()
     record = measure(make_strategy(2), make_task(batches), batch_size=BATCH, warm_up=1, timed_steps=6)
-
     assert batches.iterated == [0, 1, 2]
     assert (len(record.step_ms), record.examples, record.steps_an_epoch) == (6, 2 * ROWS, 3)
     assert record.source == "made up"
@@ -100,7 +98,6 @@ def test_the_timed_steps_begin_an_epoch_and_go_on_into_the_next(make_strategy):
 
 def test_the_parts_of_every_step_are_times_and_add_up_to_it(make_strategy):
     record = measure(make_strategy(4), make_task(Batches()), batch_size=BATCH, warm_up=1, timed_steps=3)
-
     assert [step.step for step in record.parts] == list(record.step_ms)
     for step in record.parts:
         spent = [getattr(step, part) for part in PARTS]

@@ -58,7 +58,6 @@ def result() -> PipelineResult:
 
 def test_the_measured_share_is_beside_those_of_theory(result: PipelineResult):
     (row,) = result.rows
-
     assert (row.bubble, row.timetable, row.textbook) == (pytest.approx(1 / 3),) * 3
     assert row.step_ms == pytest.approx(9000)
     # The first stage's backward passes took 2, 2, 2, 2, 2 and 2, 2, 2, 11, 11, on average 3.8.
@@ -69,7 +68,6 @@ def test_the_measured_share_is_beside_those_of_theory(result: PipelineResult):
 def test_the_report_says_what_the_columns_mean_and_shows_a_step(result: PipelineResult, tmp_path: Path):
     markdown, picture = pipeline_files(tmp_path, date=result.date, cores=2)
     write_pipeline_report((markdown, picture), result)
-
     text = markdown.read_text()
     assert "| 1f1b | 1 | 9000.0 | 33.3% | 33.3% | 33.3% | " in text
     assert "idle: the share of that in which a worker is in no action" in text
@@ -80,7 +78,6 @@ def test_the_report_says_what_the_columns_mean_and_shows_a_step(result: Pipeline
 def test_workers_that_share_cores_are_said_to_show_nothing(result: PipelineResult):
     many = PipelineSettings(schedules=("1f1b",), workers=4, layers=4)
     crowded = PipelineResult(**{**vars(result), "settings": many})
-
     assert "There are more workers than cores" in render_markdown(crowded, "a.svg")
     assert "There are more workers than cores" in terminal_table(crowded)
     assert "more workers than cores" not in terminal_table(result)

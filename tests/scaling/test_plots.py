@@ -23,7 +23,6 @@ TRACE = PipelineTrace(
 def test_traces_are_below_each_other_with_their_idle_share_and_numbered_actions():
     root = ElementTree.fromstring(draw_pipelines({"a & b": TRACE, "c": TRACE}))
     written = [str(text.text) for text in root.iter("{http://www.w3.org/2000/svg}text")]
-
     assert [text for text in written if "idle" in text] == ["a & b, idle 50.0%", "c, idle 50.0%"]
     assert (written.count("worker 0"), written.count("worker 1"), written.count("1")) == (2, 2, 8)
     assert written[-2:] == ["forward", "backward"]

@@ -11,7 +11,6 @@ from lockstep_tools.scaling.report import render_page, report_files, terminal_ta
 
 def test_a_list_of_devices_is_a_name_too(tmp_path: Path):
     page, samples = report_files(tmp_path, date="2026-01-31", recipe="mlm", devices="cpu:0, cpu:1")
-
     assert page == tmp_path / "2026-01-31-scaling-mlm-cpu-0-cpu-1.html"
     assert samples == page.with_suffix(".json")
 
@@ -31,7 +30,6 @@ def test_the_json_holds_every_sample_and_the_figures(make, tmp_path: Path):
 
 def test_a_terminal_gets_both_tables(make):
     text = terminal_tables(make.result())
-
     assert text.count("4 replicas, same total") == 2
     assert "where the time of a step goes" in text
 
@@ -40,8 +38,6 @@ def test_a_terminal_gets_both_tables(make):
 def test_the_report_of_a_busy_machine_begins_with_a_warning(make, load: float, busy: bool):
     result = make.result()
     result = replace(result, machine=replace(result.machine, load=load))
-
     page = render_page(result)
-
     assert ("load average before the run was 16.0 on 4 cores" in page.partition('<ul class="cards')[0]) is busy
     assert ("load average before the run was 16.0 on 4 cores" in terminal_tables(result)) is busy

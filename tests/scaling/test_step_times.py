@@ -47,7 +47,6 @@ def test_a_replica_that_waits_for_a_turn_waits():
         replicas=[marks(0.0, 1.0, 1.0, 3.0), marks(2.0, 3.0, 3.0, 3.0)],
         updates=[update(1.0, 3.0, 3.0, 3.0, 3.0), update(3.0, 3.0, 3.0, 3.0, 3.0)],
     )
-
     assert (times.forward, times.waiting, times.other) == pytest.approx((1_000, 2_000, 0))
 
 
@@ -59,7 +58,6 @@ def test_one_replica_waits_for_nobody():
         replicas=[marks(0.0, 1.0, 2.0, 4.0)],
         updates=[update(2.0, 2.5, 2.5, 3.0, 3.5)],
     )
-
     assert (times.waiting, times.other) == pytest.approx((0, 1_000))
 
 
@@ -67,13 +65,11 @@ def test_a_skipped_update_is_other_time():
     times = step_times(
         requested_s=0.0, received_s=0.0, ended_s=3.0, replicas=[marks(0.0, 1.0, 2.0, 3.0)], updates=[None]
     )
-
     assert (times.exchange, times.update, times.other) == pytest.approx((0, 0, 1_000))
 
 
 def test_the_mean_of_the_parts_adds_up_to_the_mean_step(make):
     mean = mean_times([make.times(100.0, input=3.0, forward=40.0), make.times(120.0, backward=51.0, waiting=7.0)])
-
     assert mean.step == 110
     assert sum(getattr(mean, part) for part in PARTS) == pytest.approx(mean.step)
     assert (mean.input, mean.backward) == (1.5, 25.5)

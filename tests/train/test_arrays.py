@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.train.conftest import weights
+from tests.oracle import assert_close, sgd, train
+from tests.train.conftest import MakeStrategy, compiled, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.train.callbacks import BackupAndRestore, LambdaCallback
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.train.conftest import MakeStrategy
 
 CLASSES = {0: 1.0, 1: 2.5, 2: 0.5}
 
@@ -35,68 +32,37 @@ def network() -> nn.Module:
 
 
 def make_model(strategy: Any, module: nn.Module | None = None) -> Model:
-    with strategy.scope():
-        model = Model(module or network())
-        model.compile(
-            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=nn.CrossEntropyLoss(reduction="none")
-        )
-    return model
+    return compiled(module or network(), strategy, sgd, nn.CrossEntropyLoss(reduction="none"))
 
 
-def by_hand(
-    x: Tensor, y: Tensor, weight: Tensor | None = None, *, epochs: int = 2, batch_size: int = 5
-) -> list[Tensor]:
+def by_hand(x: Tensor, y: Tensor, weight: Tensor | None = None) -> list[Tensor]:
     """The weights after a plain loop over a shuffling DataLoader."""
     module = network()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    rows = TensorDataset(x, y, torch.ones(len(x)) if weight is None else weight)
     torch.manual_seed(11)
-    weight = torch.ones(len(x)) if weight is None else weight
-    for _ in range(epochs):
-        for inputs, targets, factors in DataLoader(TensorDataset(x, y, weight), batch_size, shuffle=True):
-            losses = nn.functional.cross_entropy(module(inputs), targets, reduction="none")
-            optimizer.zero_grad()
-            (losses * factors).mean().backward()
-            optimizer.step()
-    return list(module.state_dict().values())
-
-
-def assert_close(left: list[Tensor], right: list[Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    return [*train(module, DataLoader(rows, 5, shuffle=True), sgd, loss, epochs=2).module.parameters()]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_order_of_rows_is_that_of_a_shuffling_data_loader(make_strategy: MakeStrategy, replicas: int):
+@pytest.mark.parametrize("convert", [lambda x, y: (x, y), lambda x, y: (x.double().numpy(), y.numpy())])
+def test_the_order_of_rows_is_that_of_a_shuffling_data_loader(make_strategy: MakeStrategy, replicas: int, convert: Any):
     x, y = rows()
     model = make_model(make_strategy(replicas))
     torch.manual_seed(11)
-
-    history = model.fit(x, y, 5, 2, verbose=0)
-
+    history = model.fit(*convert(x, y), 5, 2, verbose=0)
     assert [timing.steps for timing in history.timing] == [5, 5]
-    assert_close(weights(model), by_hand(x, y))
-
-
-def test_numpy_arrays_train_as_tensors_do(make_strategy: MakeStrategy):
-    x, y = rows()
-    model = make_model(make_strategy(2))
-    torch.manual_seed(11)
-
-    model.fit(x.double().numpy(), y.numpy(), batch_size=5, epochs=2, verbose=0)
-
-    assert_close(weights(model), by_hand(x, y))
+    assert_close(weights(model), by_hand(x, y), 1e-6)
 
 
 def test_class_and_sample_weights_multiply_the_losses(make_strategy: MakeStrategy):
     x, y = rows()
-    given = torch.rand(len(x), generator=torch.Generator().manual_seed(1))
-    expected = by_hand(x, y, given * torch.tensor([CLASSES[int(label)] for label in y]))
+    sample_weight = torch.rand(len(x))
     model = make_model(make_strategy(2))
     torch.manual_seed(11)
-
-    model.fit(x, y, 5, 2, class_weight=CLASSES, sample_weight=given, verbose=0)
-
-    assert_close(weights(model), expected)
+    model.fit(x, y, 5, 2, class_weight=CLASSES, sample_weight=sample_weight, verbose=0)
+    expected = by_hand(x, y, sample_weight * torch.tensor([CLASSES[int(label)] for label in y]))
+    assert_close(weights(model), expected, 1e-6)
 
 
 def test_class_weight_reads_one_hot_targets_and_numbers_of_numpy(make_strategy: MakeStrategy):
@@ -105,18 +71,16 @@ def test_class_weight_reads_one_hot_targets_and_numbers_of_numpy(make_strategy: 
     of_numpy = dict(zip(np.arange(3), np.float32(list(CLASSES.values())), strict=True))
     for each, targets, factors in ((model, y, CLASSES), (other, nn.functional.one_hot(y, 3).float(), of_numpy)):
         each.fit(x, targets, shuffle=False, class_weight=factors, verbose=0)  # type: ignore[arg-type]  # NumPy's numbers
-    assert_close(weights(model), weights(other))
+    assert_close(weights(model), weights(other), 1e-6)
 
 
 def test_the_last_rows_validate_before_shuffling(make_strategy: MakeStrategy):
     x, y = rows()
     model = make_model(make_strategy(2))
     torch.manual_seed(11)
-
     history = model.fit(x, y, 5, 2, validation_split=0.25, class_weight=CLASSES, verbose=0)
-
     trained = by_hand(x[:16], y[:16], torch.tensor([CLASSES[int(label)] for label in y[:16]]))
-    assert_close(weights(model), trained)
+    assert_close(weights(model), trained, 1e-6)
     loss = nn.functional.cross_entropy(nn.functional.linear(x[16:], *trained), y[16:]).item()
     assert history.history["val_loss"][-1] == pytest.approx(loss, abs=1e-6)
 
@@ -126,10 +90,8 @@ def test_validation_data_is_a_tuple_of_arrays(make_strategy: MakeStrategy, weigh
     x, y = rows()
     weight = torch.arange(6.0)
     model = make_model(make_strategy(2))
-
     held_out = (x[:6].numpy(), y[:6].numpy(), *([weight.numpy()] if weighted else []))
     history = model.fit(x, y, validation_data=held_out, verbose=0)
-
     losses = nn.functional.cross_entropy(model.predict(x[:6]), y[:6], reduction="none")
     expected = (losses * weight if weighted else losses).mean().item()
     assert history.history["val_loss"] == [pytest.approx(expected, abs=1e-6)]
@@ -157,12 +119,13 @@ def test_validation_takes_its_own_batch_size_and_the_first_batches(make_strategy
 
 
 class TwoInputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 1) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(2, 3), nn.Linear(2, 3)
+        self.left, self.right, self.outputs = nn.Linear(2, 3), nn.Linear(2, 3), outputs
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.left(left) - self.right(right)
+    def forward(self, left: Tensor, right: Tensor) -> Any:
+        one = self.left(left) - self.right(right)
+        return one if self.outputs == 1 else (one, self.left(right) - self.right(left))
 
 
 def test_several_inputs_are_a_dict_or_a_tuple(make_strategy: MakeStrategy):
@@ -181,26 +144,18 @@ def test_several_inputs_are_a_dict_or_a_tuple(make_strategy: MakeStrategy):
         assert model.evaluate(inputs, y, 3, verbose=0)["loss"] == pytest.approx(
             model.evaluate([({"left": x[:, :2], "right": x[:, 2:]}, y)], verbose=0)["loss"], abs=1e-6
         )
-    assert_close(trained[0], trained[1])
-    assert_close(trained[0], trained[2])
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.inner = TwoInputs()
-
-    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner(left, right), self.inner(right, left)
+    assert_close(trained[0], trained[1], 1e-6)
+    assert_close(trained[0], trained[2], 1e-6)
 
 
 def test_validation_data_may_be_tuples_of_several_inputs_and_targets(make_strategy: MakeStrategy):
     x, _ = rows(8)
     inputs, targets = (x[:, :2], x[:, 2:]), (x[:, :3], x[:, 1:])
-    with make_strategy(2).scope():
-        model = Model(TwoOutputs())
-    model.compile("sgd", lambda found, meant: (found[0] - meant[0]).square() + (found[1] - meant[1]).abs())
+    model = compiled(
+        TwoInputs(outputs=2),
+        make_strategy(2),
+        loss=lambda outputs, y: (outputs[0] - y[0]).square() + (outputs[1] - y[1]).abs(),
+    )
     held_out = (tuple(each[:5] for each in inputs), tuple(each[:5] for each in targets))
 
     history = model.fit(inputs, targets, 4, validation_data=held_out, verbose=0)
@@ -222,7 +177,7 @@ def test_tables_of_pandas_train_as_their_numbers_do(make_strategy: MakeStrategy)
     weight = pandas.Series(torch.ones(22).numpy())
     model.fit(frame, pandas.Series(y.numpy()), 5, 2, sample_weight=weight, validation_data=(frame, y), verbose=0)
 
-    assert_close(weights(model), by_hand(numbers, y))
+    assert_close(weights(model), by_hand(numbers, y), 1e-6)
     torch.testing.assert_close(model.predict(frame), model.predict(numbers))
     torch.testing.assert_close(model(frame[:3]), model(numbers[:3]))
     torch.testing.assert_close(model.predict({"input": frame.convert_dtypes()}), model.predict(numbers))
@@ -258,13 +213,12 @@ def test_a_module_in_double_precision_keeps_it(make_strategy: MakeStrategy):
     assert model.predict(np.zeros((5, 4))).dtype is torch.float64
 
 
-def old_call(model: Model, x: Tensor, y: Tensor) -> Any:
-    batches = DataLoader(TensorDataset(x, y), 5)
-    return model.fit(batches, batches)
-
-
 MISTAKES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
-    "an old call": (ConfigError, ("y", "validation_data=", "DataLoader"), old_call),
+    "an old call": (
+        ConfigError,
+        ("y", "validation_data=", "DataLoader"),
+        lambda model, x, y: model.fit(*[DataLoader(TensorDataset(x, y), 5)] * 2),
+    ),
     "y beside batches": (ConfigError, ("y", "list"), lambda model, x, y: model.fit([(x, y)], y)),
     "size beside batches": (ConfigError, ("batch_size",), lambda model, x, y: model.fit([(x, y)], batch_size=4)),
     "order beside batches": (ConfigError, ("shuffle",), lambda model, x, y: model.fit([(x, y)], shuffle=True)),
@@ -295,9 +249,17 @@ MISTAKES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
     "not an array": (DataError, ("y[0]", "int"), lambda model, x, y: model.fit(x, y.tolist())),
     "words": (DataError, ("y", "dtype"), lambda model, x, y: model.fit(x, np.array(["a"] * 22))),
     "no row": (DataError, ("no rows",), lambda model, x, y: model.fit(x[:0], y[:0])),
-    "all to validate with": (ConfigError, ("validation_split=1.0",), lambda model, x, y: fit_split(model, x, y, 1.0)),
-    "negative split": (ConfigError, ("-0.1",), lambda model, x, y: fit_split(model, x, y, -0.1)),
-    "nothing to validate with": (ConfigError, ("2 rows",), lambda model, x, y: fit_split(model, x[:2], y[:2], 0.9)),
+    "all to validate with": (
+        ConfigError,
+        ("validation_split=1.0",),
+        lambda model, x, y: model.fit(x, y, validation_split=1.0),
+    ),
+    "negative split": (ConfigError, ("-0.1",), lambda model, x, y: model.fit(x, y, validation_split=-0.1)),
+    "nothing to validate with": (
+        ConfigError,
+        ("2 rows",),
+        lambda model, x, y: model.fit(x[:2], y[:2], validation_split=0.9),
+    ),
     "split and data": (
         ConfigError,
         ("validation_split", "validation_data"),
@@ -332,10 +294,6 @@ MISTAKES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
     ),
     "no classes": (ConfigError, ("class_weight", "(22, 4)"), lambda model, x, y: model.fit(x, x, class_weight={0: 1})),
 }
-
-
-def fit_split(model: Model, x: Tensor, y: Tensor, split: float) -> Any:
-    return model.fit(x, y, validation_split=split)
 
 
 @pytest.mark.parametrize("kind", MISTAKES)

@@ -15,7 +15,6 @@ X, Y, W = torch.zeros(2, 3), torch.ones(2), torch.full((2,), 2.0)
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_pairs_and_triples_are_unpacked(kind: type):
     pair, triple = unpack_labelled(kind([X, Y])), unpack_labelled(kind([X, Y, W]))
-
     assert (pair.x, pair.y, pair.sample_weight) == (X, Y, None)
     assert triple.sample_weight is W
 
@@ -47,7 +46,6 @@ def test_predict_takes_the_inputs_alone(item: Any):
 
 def test_predict_takes_a_dict_as_inputs():
     item = {"a": X}
-
     assert unpack_inputs(item) is item
 
 

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 
 @pytest.mark.parametrize(
@@ -46,9 +44,7 @@ def test_a_scheduler_of_schedulers_is_accepted(make_strategy: MakeStrategy):
     module = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     scheduler = SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], milestones=[1])
-
     with make_strategy(1).scope():
         model = Model(module)
         model.compile(optimizer=optimizer, loss=nn.functional.mse_loss, scheduler=scheduler)
-
     assert model.learning_rate == pytest.approx(0.1)

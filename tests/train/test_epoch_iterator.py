@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -14,9 +15,6 @@ from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 
 class Numbers:
@@ -46,7 +44,6 @@ def read(feed: EpochIterator, epoch: int) -> list[int]:
 def test_an_epoch_is_one_iteration_of_data_that_knows_its_epoch(strategy: Strategy):
     numbers = Numbers()
     feed = EpochIterator(distribute(strategy, numbers), name="the data")
-
     assert [read(feed, epoch) for epoch in (0, 5)] == [[0, 1, 2], [0, 1, 2]]
     assert numbers.epochs == [0, 5]
     assert feed.steps is None
@@ -54,7 +51,6 @@ def test_an_epoch_is_one_iteration_of_data_that_knows_its_epoch(strategy: Strate
 
 def test_the_length_is_that_of_the_data_or_the_number_of_steps(strategy: Strategy):
     data = distribute(strategy, [torch.zeros(2)] * 4)
-
     assert EpochIterator(data, name="the data").steps == 4
     assert EpochIterator(data, name="the data", steps_per_epoch=9).steps == 9
 
@@ -62,7 +58,6 @@ def test_the_length_is_that_of_the_data_or_the_number_of_steps(strategy: Strateg
 def test_a_number_of_steps_goes_on_and_begins_anew(strategy: Strategy):
     numbers = Numbers()
     feed = EpochIterator(distribute(strategy, numbers), name="the data", steps_per_epoch=2)
-
     assert [read(feed, epoch) for epoch in range(3)] == [[0, 1], [2, 0], [1, 2]]
     assert numbers.begun == 2
     feed.close()
@@ -82,7 +77,6 @@ def test_closing_ends_the_reading_ahead(strategy: Strategy):
 @pytest.mark.parametrize("steps", [None, 2])
 def test_no_batches_is_one_line(strategy: Strategy, steps: int | None):
     feed = EpochIterator(distribute(strategy, []), name="the training data", steps_per_epoch=steps)
-
     with pytest.raises(DataError, match="the training data gave no batches; give a DataLoader or a list"):
         read(feed, 0)
 
@@ -90,7 +84,6 @@ def test_no_batches_is_one_line(strategy: Strategy, steps: int | None):
 def test_a_generator_that_ends_within_the_steps_is_named(strategy: Strategy):
     feed = EpochIterator(distribute(strategy, (torch.zeros(2) for _ in range(3))), name="the data", steps_per_epoch=2)
     read(feed, 0)
-
     with pytest.raises(DataError, match=r"the data .*epoch 2.*generator"):
         read(feed, 1)
 
@@ -167,7 +160,6 @@ def test_the_epoch_of_a_place_is_told_to_the_data(strategy: Strategy):
     numbers = Numbers()
     feed = EpochIterator(distribute(strategy, numbers), name="the data", steps_per_epoch=2)
     feed.load_state_dict({"passed": 1, "epoch": 4, "random": feed.state_dict()["random"]})
-
     assert [int(batch[0][0]) for batch in feed.epoch(5, skip=1)] == [1]
     assert numbers.epochs == [4]
     feed.close()
@@ -176,7 +168,6 @@ def test_the_epoch_of_a_place_is_told_to_the_data(strategy: Strategy):
 def test_another_place_than_the_saved_one_is_refused(strategy: Strategy):
     feed = EpochIterator(distribute(strategy, Numbers()), name="the training data")
     feed.load_state_dict({"passed": 1, "epoch": 4, "random": {}})
-
     message = "position of the training data is epoch 5, batch 1, not epoch 5, batch 2"
     with pytest.raises(CheckpointError, match=message):
         next(feed.epoch(4, skip=2))

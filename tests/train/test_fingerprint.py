@@ -83,7 +83,6 @@ def test_two_workers_have_that_of_two_devices_also_with_sharded_state(
 ):
     expected = trained(make_strategy(2, seed=1))
     chief, other = found[kind]
-
     assert chief == expected
     assert chief["printed"] == [f"fingerprint {chief['after']}"]
     assert other == {**chief, "printed": []}
@@ -92,7 +91,6 @@ def test_two_workers_have_that_of_two_devices_also_with_sharded_state(
 @pytest.mark.workers
 def test_a_worker_that_does_not_ask_for_it_is_named(found: dict[str, list[Any]]):
     (message,) = found["alone"]
-
     assert "worker 1" in message
     assert "fingerprint" in message
 
@@ -103,7 +101,6 @@ def test_one_fit_and_one_in_two_parts_have_the_same(make_strategy: Callable[...,
     parts.fit(batches(), epochs=1, verbose=0)
     between = ls.fingerprint(parts)
     parts.fit(batches(), epochs=2, initial_epoch=1, verbose=0)
-
     assert ls.fingerprint(parts) == ls.fingerprint(whole) != between
 
 
@@ -114,7 +111,6 @@ def test_the_position_in_the_data_is_in_it(make_strategy: Callable[..., Mirrored
     for group in model.optimizer.param_groups:  # type: ignore[union-attr]
         group["lr"] = 0.0
     model.fit([(x * 0, y) for x, y in batches()], callbacks=[note], verbose=0)
-
     assert len(set(seen)) == 3
 
 
@@ -122,7 +118,6 @@ def test_a_model_has_one_before_it_is_compiled(make_strategy: Callable[..., Mirr
     with make_strategy(2).scope():
         torch.manual_seed(0)
         one, other = Model(nn.Linear(2, 1)), Model(nn.Linear(2, 1))
-
     assert ls.fingerprint(one) != ls.fingerprint(other)
 
 
@@ -132,7 +127,6 @@ def test_a_state_without_a_fingerprint_does_not_cost_the_training(
     model = compiled(make_strategy(2))
     model.optimizer.param_groups[0]["mine"] = object()  # type: ignore[union-attr]
     history = model.fit(batches(), verbose=2)
-
     assert len(history.history["loss"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("no fingerprint")

@@ -103,7 +103,6 @@ def test_a_loss_is_compared_with_its_parts_in_the_first_step_only(loss: Any):
     with on_gpus(loss=loss) as (model, driver), HostSyncs() as reads:
         between = Between(lambda: driver.waits + len(reads.syncs))
         model.fit(batches(4), verbose=0, callbacks=[between])
-
     assert between.counts[1] > between.counts[0]
     assert between.counts[1:] == [between.counts[1]] * 3
 
@@ -120,7 +119,6 @@ def test_a_device_that_lags_is_given_two_steps_and_then_waited_for():
     with on_gpus(lags=True) as (model, driver):
         between = Between(lambda: driver.waits)
         model.fit(batches(6), verbose=0, callbacks=[between])
-
     assert between.counts == [0, 0, 0, 1, 2, 3]
     assert driver.waits == 6
 

@@ -269,7 +269,6 @@ def assert_alike(scenes: list[dict[str, Any]]) -> None:
 )
 def test_a_stop_on_one_worker_ends_the_fit_of_all_at_the_same_place(found: dict[str, Any], name: str, steps: list[int]):
     chief, other = found[name]
-
     assert_alike([chief, other])
     assert chief["steps"] == steps
     assert len(chief["history"].get("val_loss", [])) == len(steps)
@@ -284,7 +283,6 @@ def test_all_know_at_the_end_of_the_epoch_that_it_is_the_last(found: dict[str, A
 
 def test_early_stopping_ends_all_workers_and_gives_all_the_best_weights(found: dict[str, Any]):
     chief, other = found["early"]
-
     assert_alike([chief, other])
     assert chief["steps"] == [STEPS, STEPS]
     assert chief["stopped epoch"] == other["stopped epoch"] == 1
@@ -294,7 +292,6 @@ def test_early_stopping_ends_all_workers_and_gives_all_the_best_weights(found: d
 @pytest.mark.parametrize(("who", "steps"), [("the chief", [2]), ("worker 1", [STEPS] * EPOCHS)])
 def test_the_time_of_the_chief_ends_all_workers_after_the_same_batch(found: dict[str, Any], who: str, steps: list[int]):
     chief, other = found[f"time of {who}"]
-
     assert_alike([chief, other])
     assert chief["steps"] == steps
     assert chief["step"] == other["step"] == sum(steps)
@@ -327,7 +324,6 @@ def test_the_chief_alone_writes_and_prints(found: dict[str, Any]):
 
 def test_what_the_chief_logs_is_that_of_all_workers(found: dict[str, Any], folder: Path):
     head, *rows = (folder / "0" / "log.csv").read_text().splitlines()
-
     assert head == "epoch,learning_rate,loss,val_loss"
     assert [row.split(",")[0] for row in rows] == ["0", "1"]
     assert float(rows[0].split(",")[2]) == found["at the end of an epoch, worker 1"][1]["history"]["loss"][0]
@@ -335,7 +331,6 @@ def test_what_the_chief_logs_is_that_of_all_workers(found: dict[str, Any], folde
 
 def test_weights_that_the_chief_saves_are_loaded_by_all(found: dict[str, Any]):
     chief, other = found["weights"]
-
     assert (chief["exists"], other["exists"]) == (True, False)
     assert not equal(chief["before"], chief["trained"])
     assert equal(chief["before"], chief["after"], other["before"], other["after"])
@@ -343,7 +338,6 @@ def test_weights_that_the_chief_saves_are_loaded_by_all(found: dict[str, Any]):
 
 def test_weights_that_the_chief_cannot_load_are_an_error_on_all(found: dict[str, Any]):
     chief, other = found["weights"]
-
     assert chief["refused"].startswith("CheckpointError: ")
     assert other["refused"].startswith("ClusterError: worker 0 ")
     assert "failed in 'load the weights' with CheckpointError" in other["refused"]

@@ -32,9 +32,7 @@ def test_fit_reaches_forward_in_few_frames():
     model = Model(module)
     model.compile(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), loss=nn.functional.mse_loss)
     model.fit([(torch.zeros(4, 2), torch.zeros(4, 1))], verbose=0)
-
     functions = [function for function, _ in module.frames]
     path = module.frames[: functions.index("fit") + 1]  # forward, ..., fit
-
     assert len(path) <= MOST_FRAMES, path
     assert not any("cuda_graphs" in file for _, file in path)

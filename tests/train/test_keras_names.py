@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
+
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, NonFiniteLossError
@@ -25,11 +28,6 @@ from lockstep.train.callbacks import (
 )
 from lockstep.train.logs import History
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.train.conftest import MakeStrategy
 
 ROWS = 7
 Batches = list[tuple[Tensor, Tensor]]

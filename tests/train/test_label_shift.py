@@ -109,9 +109,7 @@ def test_targets_that_are_shifted_already_are_compared_as_they_are(strategy: ls.
     with torch.no_grad():
         logits = module(input_ids=ids, labels=ids).logits
     y = F.pad(ids[:, 1:], (0, 1), value=-100)
-
     logs = evaluated(strategy, module, {"input_ids": ids, "labels": ids}, y)
-
     assert logs["accuracy"] == pytest.approx(accuracy(logits, y), abs=1e-6)
 
 
@@ -120,9 +118,7 @@ def test_a_loss_of_torch_compares_what_it_is_given(strategy: ls.MirroredStrategy
     module, (ids, _) = gpt2().eval(), tokens_and_labels(ignored=False)
     with torch.no_grad():
         logits = module(input_ids=ids).logits
-
     logs = evaluated(strategy, module, {"input_ids": ids, "labels": ids}, ids, loss="cross_entropy")
-
     assert logs["accuracy"] == pytest.approx(accuracy(logits, ids), abs=1e-6)
 
 
@@ -145,6 +141,5 @@ def test_a_loss_that_cannot_be_told_is_warned_of():
     ids, _ = tokens_and_labels(ignored=False)
     model = Model(Smoothed())
     model.compile("sgd", loss, metrics=["accuracy"])
-
     with pytest.warns(UserWarning, match=r"shifts the labels by one token.*cannot be told.*F\.pad\(labels"):
         model.evaluate([({"input_ids": ids, "labels": ids}, ids)], verbose=0)

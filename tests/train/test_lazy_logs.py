@@ -67,7 +67,6 @@ def changed(logs: dict[str, float], act: Callable[[dict[str, float]], Any]) -> d
 )
 def test_it_is_a_dict_to_whoever_looks_at_a_value(look: Callable[[dict[str, float]], Any]):
     device = Device()
-
     assert look(device.logs()) == look(dict(NUMBERS))
     assert device.asked == 1
 

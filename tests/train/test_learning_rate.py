@@ -205,6 +205,5 @@ def job() -> dict[str, Any]:
 @pytest.mark.workers
 def test_two_workers_agree_when_to_stop_and_have_one_device_s_numbers():
     result = ls.launch(job, workers=2)
-
     check_equal(result["found"])
     assert result["same"]

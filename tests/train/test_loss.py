@@ -35,9 +35,7 @@ def test_a_pair_is_taken_as_it_is(count: object):
 
 def test_the_total_carries_the_gradient():
     values = torch.ones(3, requires_grad=True)
-
     loss_sums(values * 2, 3)[0].backward()
-
     assert values.grad is not None
     assert values.grad.tolist() == [2.0, 2.0, 2.0]
 
@@ -45,7 +43,6 @@ def test_the_total_carries_the_gradient():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
     total, count = loss_sums(torch.full((4096,), 1.0, dtype=dtype), 4096)
-
     assert total.dtype == torch.float32
     assert (float(total), count) == (4096.0, 4096.0)
 
@@ -53,7 +50,6 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
 def test_sample_weight_multiplies_the_values_and_not_the_count(shape: tuple[int, ...]):
     weight = torch.tensor([2.0, 0.5]).reshape(shape)
-
     assert sums(torch.tensor([1.0, 4.0]), 2, weight) == (4.0, 2.0)
 
 
@@ -94,16 +90,13 @@ def test_a_reduced_loss_cannot_be_weighted(returned: object):
 def test_other_shapes_and_types_are_one_line(returned: object, message: str):
     with pytest.raises(ConfigError, match=message) as raised:
         loss_sums(returned, 2)
-
     assert "\n" not in str(raised.value)
 
 
 def test_no_examples_is_a_zero_that_backward_runs_through():
     weight = torch.ones(3, 2, requires_grad=True)
-
     total, count = no_examples(torch.zeros(0, 3) @ weight)
     total.backward()
-
     assert (total.item(), count) == (0.0, 0.0)
     assert weight.grad is not None
     assert weight.grad.abs().sum() == 0

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 
 class Angles(nn.Module):
@@ -121,5 +119,4 @@ def test_a_loss_with_weights_can_be_evaluated(make_strategy: MakeStrategy):
     with make_strategy(2).scope():
         model = Model(module)
         model.compile(loss=loss)
-
     assert model.evaluate([(x, y)], verbose=0)["loss"] == pytest.approx(expected, rel=1e-9)

@@ -79,24 +79,20 @@ PAIRS = [(torch.randn(6), torch.randn(6)), (torch.randn(3), torch.randn(3)), (to
 )
 def test_merged_replicas_give_the_value_over_all_rows(metric: Metric, shards: list[tuple[Any, ...]]):
     merged = merged_of(replicas_of(metric, shards))
-
     torch.testing.assert_close(merged.compute(), whole(metric, shards))
 
 
 def test_the_average_of_the_replicas_would_be_another_number():
     replicas = replicas_of(MulticlassAccuracy(4, average="micro"), CLASSES[:3])
     average = torch.stack([metric.compute() for metric in replicas]).mean()
-
     assert not torch.isclose(average, merged_of(replicas).compute())
 
 
 def test_merging_leaves_the_replicas_as_they_are():
     replicas = replicas_of(CatMetric(), NUMBERS)
-
     replicas[0].compute()  # a metric remembers what it computed; the merged one must not
     merged_of(replicas).compute()
     replicas[1].update(torch.tensor([5.0]))
-
     assert merged_of(replicas).compute().tolist() == [1.0, 9.0, 4.0, 5.0]
     assert replicas[0].compute().tolist() == [1.0, 9.0]
 
@@ -117,19 +113,16 @@ class _MeanState(Metric):
 
 def test_a_replica_without_rows_does_not_pull_a_mean():
     replicas = replicas_of(_MeanState(), [(torch.tensor([4.0]),), (torch.tensor([]),), (torch.tensor([2.0]),)])
-
     assert float(merged_of(replicas).compute()) == 3.0
 
 
 def test_the_first_replica_may_be_the_one_without_rows():
     replicas = replicas_of(MulticlassF1Score(4), [CLASSES[3], CLASSES[0], CLASSES[1]])
-
     torch.testing.assert_close(merged_of(replicas).compute(), whole(MulticlassF1Score(4), CLASSES[:2]))
 
 
 def test_states_are_reduced_by_their_own_functions():
     states = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])]
-
     assert merge_states(states, None).tolist() == [[1.0, 5.0], [3.0, 2.0]]
     assert merge_states(states, lambda stacked: stacked.amax(0)).tolist() == [3.0, 5.0]
     assert merge_states([[torch.ones(2)], [], [torch.zeros(1)]], torch.cat).tolist() == [1.0, 1.0, 0.0]
@@ -140,10 +133,8 @@ def test_states_are_reduced_by_their_own_functions():
 def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
     given = SumMetric()
     metrics = on_replicas(2, {"sum": given})
-
     for number, own in enumerate(metrics.per_replica, start=1):
         own["sum"].update(torch.tensor(float(number)))
-
     assert metrics.compute() == {"sum": 3.0}
     assert not given.update_called
 
@@ -151,10 +142,8 @@ def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
 def test_reset_forgets_all_updates():
     metrics = on_replicas(2, {"sum": SumMetric()})
     metrics.per_replica[0]["sum"].update(torch.tensor(1.0))
-
     metrics.reset()
     metrics.per_replica[1]["sum"].update(torch.tensor(5.0))
-
     assert metrics.compute() == {"sum": 5.0}
 
 
@@ -162,7 +151,6 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
     metrics = on_replicas(2, {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])})
     for own in metrics.per_replica:
         own["accuracy"].update(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
-
     assert metrics.compute() == {
         "accuracy_multiclassaccuracy_cat": 1.0,
         "accuracy_multiclassaccuracy_dog": 0.0,
@@ -172,7 +160,6 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
 def test_a_metric_that_computes_a_vector_is_named():
     metrics = on_replicas(1, {"accuracy": MulticlassAccuracy(4, average=None)})
     metrics.per_replica[0]["accuracy"].update(*CLASSES[0])
-
     with pytest.raises(ConfigError, match=r"metric 'accuracy' computed a tensor of shape \(4,\); .* choose an average"):
         metrics.compute()
 
@@ -193,7 +180,6 @@ def test_what_is_no_metric_is_named(metrics: Any, message: str):
 
 def test_a_wrapper_that_follows_the_values_is_for_one_replica():
     metrics = {"range": MinMaxMetric(MulticlassAccuracy(4))}
-
     on_replicas(1, metrics)
     with pytest.raises(UsageError, match="MinMaxMetric"):
         on_replicas(2, metrics)

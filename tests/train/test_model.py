@@ -4,11 +4,11 @@ import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import compiled, equal, weights
+from tests.train.conftest import MakeStrategy, compiled, equal, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.regression import MeanSquaredError
@@ -17,9 +17,6 @@ from lockstep.config import DeviceRegistry
 from lockstep.errors import CheckpointError
 from lockstep.train.callbacks import LambdaCallback
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -50,9 +47,7 @@ def test_without_a_scope_there_is_one_device(fresh_devices: DeviceRegistry, batc
     module = nn.Linear(3, 1)
     model = Model(module)
     model.compile(optimizer=torch.optim.SGD(module.parameters(), 0.05), loss=nn.functional.mse_loss)
-
     history = model.fit(batches, epochs=2, verbose=0)
-
     assert model.strategy.num_replicas_in_sync == 1
     assert history.history["loss"][1] < history.history["loss"][0]
 
@@ -63,9 +58,7 @@ def test_the_loss_is_the_mean_over_all_examples_of_the_epoch(make_strategy: Make
         model = Model(module)
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=nn.functional.mse_loss)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-
     history = model.fit(batches, verbose=0)
-
     assert history.history["loss"][0] == pytest.approx(nn.functional.mse_loss(module(x), y).item())
 
 
@@ -136,24 +129,19 @@ def test_ctrl_c_ends_the_reading_ahead_at_once(model: Model, batches: Batches):
 
 def test_metrics_begin_anew_each_epoch(make_strategy: MakeStrategy, batches: Batches):
     model = compiled(nn.Linear(3, 1), make_strategy(2), metrics={"mse": MeanSquaredError()})
-
     history = model.fit(batches, epochs=3, verbose=0)
-
     assert history.history["mse"] == pytest.approx(history.history["loss"])
 
 
 def test_validation_can_be_every_few_epochs_and_epochs_can_go_on(model: Model, batches: Batches):
     history = model.fit(batches, validation_data=batches, epochs=5, initial_epoch=1, validation_freq=2, verbose=0)
-
     assert history.epoch == [1, 2, 3, 4]
     assert (len(history.history["loss"]), len(history.history["val_loss"])) == (4, 2)
 
 
 def test_a_distributed_dataset_is_taken_as_it_is(model: Model, batches: Batches):
     distributed = model.strategy.distribute_dataset(batches)
-
     history = model.fit(distributed, epochs=2, verbose=0)
-
     assert [timing.examples for timing in history.timing] == [10, 10]
 
 
@@ -214,9 +202,7 @@ def test_saved_weights_are_the_plain_modules_and_load_everywhere(model: Model, b
     expected = model.predict(batches)
     model.save_weights(path)
     model.fit(batches, verbose=0)
-
     model.load_weights(path)
-
     assert torch.equal(model.predict(batches), expected)
     assert list(model.state_dict()) == ["weight", "bias"]
 
@@ -226,10 +212,8 @@ def test_weights_that_do_not_fit_load_nothing(model: Model, make_strategy: MakeS
     before = weights(model)
     with make_strategy(2).scope():
         Model(nn.Linear(3, 2)).save_weights(path)
-
     with pytest.raises(CheckpointError, match=r"wrong shapes: weight has shape \(2, 3\) instead of \(1, 3\)"):
         model.load_weights(path)
-
     assert equal(weights(model), before)
 
 
@@ -240,8 +224,6 @@ def test_batch_norm_statistics_are_averaged_before_evaluation_and_in_the_file(
     model = compiled(module, make_strategy(2))
     x = torch.tensor([[0.0], [0.0], [10.0], [20.0]])
     model.fit([(x, x)], verbose=0)
-
     assert model.state_dict()["running_mean"].item() == pytest.approx(0.75)  # 0.1 * the mean of 0 and 15
-
     halves = [model.evaluate([(half, half)], verbose=0)["loss"] for half in (x, x.flip(0))]
     assert halves[0] == pytest.approx(halves[1])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
-from tests.train.conftest import compiled
+from tests.train.conftest import MakeStrategy, compiled
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
 from lockstep.train.logs import History
+from lockstep.train.model import Model
 from lockstep.train.summary import summary_table
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
-
-    from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import compiled, equal, weights
+from tests.train.conftest import MakeStrategy, compiled, equal, weights
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -14,9 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from lockstep.errors import CallbackError, ConfigError, DataError, NonFiniteLossError, UsageError
 from lockstep.train.callbacks import LambdaCallback
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -26,11 +23,9 @@ def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy:
     module = nn.Linear(3, 1)
     model, good = compiled(copy.deepcopy(module), make_strategy(2)), compiled(module, make_strategy(2))
     poisoned = [*batches[:2], (batches[2][0] * float("nan"), batches[2][1])]
-
     with pytest.raises(NonFiniteLossError, match=r"^epoch 1, step 3: the loss is nan; the weights are those before"):
         model.fit(poisoned, epochs=2, verbose=0)
     good.fit(batches[:2], verbose=0)
-
     assert equal(weights(model), weights(good))
 
 
@@ -39,7 +34,6 @@ def test_nan_in_the_data_is_said_to_be_there(make_strategy: MakeStrategy, batche
     x, y = batches[1][0].clone(), batches[1][1]
     x[2, 1] = float("nan")
     model = compiled(nn.Linear(3, 1), make_strategy(replicas))
-
     with pytest.raises(
         NonFiniteLossError, match=r"^epoch 1, step 2: .*; .* x of this step's batch .*, first in row 2;"
     ):
@@ -49,10 +43,8 @@ def test_nan_in_the_data_is_said_to_be_there(make_strategy: MakeStrategy, batche
 def test_nan_is_found_in_a_cycle_that_the_epoch_cuts_short(make_strategy: MakeStrategy, batches: Batches):
     model = compiled(nn.Linear(3, 1), make_strategy(2), accumulate=4)
     before = weights(model)
-
     with pytest.raises(NonFiniteLossError, match="epoch 1, step 3: the loss is inf"):
         model.fit([*batches[:2], (batches[2][0], batches[2][1] * float("inf"))], verbose=0)
-
     assert equal(weights(model), before)
 
 
@@ -114,7 +106,6 @@ def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: M
     with make_strategy(2).scope():
         model = Model(nn.Linear(3, 1))
         model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: outputs.flatten()[:1])
-
     with pytest.raises(ConfigError, match=r"the loss returned shape \(1,\) for 2 examples"):
         model.fit(batches, verbose=0)
 
@@ -122,7 +113,6 @@ def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: M
 def test_fit_before_compile_says_so(make_strategy: MakeStrategy, batches: Batches):
     with make_strategy(1).scope():
         model = Model(nn.Linear(3, 1))
-
     with pytest.raises(UsageError, match=r"fit was called before compile; call model\.compile"):
         model.fit(batches)
     model.compile(loss=nn.functional.mse_loss)
@@ -152,14 +142,12 @@ def test_impossible_numbers_of_epochs_are_refused(model: Model, batches: Batches
 def test_a_loss_without_a_gradient_is_named(make_strategy: MakeStrategy, batches: Batches, detach: Any):
     model = compiled(nn.Linear(3, 1), make_strategy(2))
     model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: detach(outputs))
-
     with pytest.raises(ConfigError, match="the loss depends on no trained parameter; compute it from the module's"):
         model.fit(batches, verbose=0)
 
 
 def test_validation_data_that_is_a_generator_is_named(model: Model, batches: Batches):
     once = (batch for batch in batches)
-
     with pytest.raises(DataError, match="the validation data gave no batches: a generator can be read only once"):
         model.fit(batches, validation_data=once, epochs=2, verbose=0)
 
@@ -185,10 +173,8 @@ def test_data_in_which_nothing_is_counted_is_an_error(rows: int):
 
 def test_a_metric_that_raises_is_named(make_strategy: MakeStrategy, batches: Batches):
     model = compiled(nn.Linear(3, 1), make_strategy(2), metrics={"share": MulticlassAccuracy(4)})
-
     with pytest.raises((RuntimeError, ValueError)) as caught:
         model.fit(batches, verbose=0)
-
     assert "metric 'share', updated with (outputs, targets)" in caught.value.__notes__
 
 

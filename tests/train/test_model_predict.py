@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 
 class Outputs(NamedTuple):
@@ -28,7 +26,6 @@ def test_predict_gives_every_row_once_in_order(replicas: int, make_strategy: Mak
     x = torch.arange(22.0).view(11, 2)
     with make_strategy(replicas).scope():
         predicted = Model(Doubling()).predict(list(x.split(5)))
-
     assert torch.equal(predicted["out"].doubled, x * 2)
     assert torch.equal(predicted["out"].rows, x[:, 0].long())
 
@@ -41,7 +38,6 @@ def test_predict_takes_inputs_of_any_kind_of_item(wrap: Any, make_strategy: Make
     module = nn.Linear(3, 2)
     with make_strategy(2).scope():
         predicted = Model(module).predict([wrap(x)])
-
     torch.testing.assert_close(predicted, module(x).detach())
     assert not predicted.requires_grad
 

@@ -137,10 +137,8 @@ def test_it_trains_as_on_one_device(make_strategy: MakeStrategy, case: str):
     make, data, count = CASES[case]
     module, plain = seeded(make), seeded(make)
     expected = trained_by_hand(plain, data(), count)
-
     model = compiled(make_strategy(3), module)
     history = model.fit(data(), validation_data=data(), verbose=0)
-
     assert history.history["loss"] == pytest.approx([expected], abs=1e-5)
     assert_close(model, plain)
     assert history.history["val_loss"] == [model.evaluate(data(), verbose=0)["loss"]]
@@ -150,9 +148,7 @@ def test_a_sum_of_means_over_rows_is_one_too(make_strategy: MakeStrategy):
     module, plain = seeded(reader), seeded(reader)
     expected = trained_by_hand(plain, answers(), rows_of)
     model = compiled(make_strategy(3), module)
-
     history = model.fit([(batch, batch["start_positions"]) for batch in answers()], verbose=0)
-
     assert history.history["loss"] == pytest.approx([expected], abs=1e-5)
     assert_close(model, plain)
 
@@ -234,7 +230,6 @@ def test_a_replica_that_runs_without_rows_adds_nothing(make_strategy: MakeStrate
     with make_strategy(3).scope():
         model = Model(module, sync_batchnorm=True)
         model.compile(lambda parameters: torch.optim.SGD(parameters, 0.5))
-
     assert model.fit([batch], verbose=0).history["loss"] == pytest.approx([expected], abs=1e-5)
     assert_close(model, plain)
 

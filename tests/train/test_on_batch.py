@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import weights
+from tests.train.conftest import MakeStrategy, weights
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import NonFiniteLossError, UsageError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 SIZES = (8, 8, 5)
 
@@ -103,7 +100,6 @@ def test_a_bad_batch_leaves_the_weights_and_the_next_one_trains(make_strategy: M
     with pytest.raises(NonFiniteLossError):
         model.train_on_batch(x * torch.nan, y)
     assert all(map(torch.equal, before, weights(model)))
-
     other = make_model(make_strategy(2))
     assert model.train_on_batch(x, y) == other.train_on_batch(x, y)
     assert all(map(torch.equal, weights(other), weights(model)))

@@ -30,7 +30,6 @@ def test_rows_are_joined_in_order():
 
 def test_the_structure_is_kept():
     joined = collect(*[(1, {"a": Pair(torch.tensor([n]), torch.tensor([[n, n]]))}) for n in range(2)])
-
     assert isinstance(joined["a"], Pair)
     assert joined["a"].second.tolist() == [[0, 0], [1, 1]]
 

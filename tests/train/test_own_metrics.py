@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.errors import ConfigError
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -108,10 +104,8 @@ def test_sums_and_kept_rows_are_those_of_one_device(kind: type[Metric], replicas
     with torch.no_grad():
         for x, y in data():
             plain.update(model.module(x), y)
-
     fitted = model.fit(data(), verbose=0).history["error"][-1]
     evaluated = model.evaluate(data(), verbose=0)["error"]
-
     assert [fitted, evaluated] == pytest.approx([float(plain.compute())] * 2, rel=1e-9)
 
 
@@ -119,7 +113,6 @@ def test_sums_and_kept_rows_are_those_of_one_device(kind: type[Metric], replicas
 @pytest.mark.parametrize("kind", [MeansOfUpdates, MeanState, NoState, Updates])
 def test_means_and_unknown_states_are_refused(kind: type[Metric], replicas: int, make_strategy: MakeStrategy):
     model = model_with(kind(), replicas, make_strategy)
-
     for call in (model.fit, model.evaluate):
         with pytest.raises(ConfigError, match=f"metric 'error', a {kind.__name__}, gives .* for all rows"):
             call(data(), verbose=0)
@@ -132,5 +125,4 @@ def test_one_replica_takes_them(kind: type[Metric], make_strategy: MakeStrategy)
     with torch.no_grad():
         for x, y in data():
             plain.update(model.module(x), y)
-
     assert model.evaluate(data(), verbose=0)["error"] == pytest.approx(float(plain.compute()), rel=1e-9)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.oracle import adamw, assert_close, mlp, sentences, token_losses, token_net, train, vectors, weighted
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 EPOCHS = 2
 
@@ -101,9 +99,7 @@ def test_the_cases_tell_an_average_of_means_from_the_truth(replicas: int):
     module = mlp()
     x, y = vectors()[0]
     shards = zip(x.tensor_split(replicas), y.tensor_split(replicas), strict=True)
-
     of_means = torch.stack([mean(module(a), b) for a, b in shards]).mean()
-
     assert (of_means - mean(module(x), y)).abs().item() > 1e-3
 
 

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.train.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
 from lockstep.train.compile import Precision
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -43,10 +40,8 @@ def test_half_precision_trains_like_fp32(
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     strategy = make_strategy(replicas)
-
     exact, _ = train(module, strategy, batches, "fp32")
     half, dtypes = train(module, strategy, batches, precision)
-
     assert set(dtypes) == {dtype}
     assert half == pytest.approx(exact, rel=0.03)
     assert half != exact
@@ -88,7 +83,6 @@ def test_an_overflow_skips_the_update_and_the_scheduler(make_strategy: MakeStrat
 
 def test_fp32_needs_no_scaler_and_no_autocast(make_strategy: MakeStrategy):
     precision = Precision("fp32", "cpu")
-
     with precision.autocast():
         assert not torch.is_autocast_enabled("cpu")
     assert precision.scaler is None

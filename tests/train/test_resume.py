@@ -96,10 +96,8 @@ def test_on_other_replicas_the_numbers_are_those_of_one_device(
     make_strategy: MakeStrategy, tmp_path: Path, before: int, after: int
 ):
     model, history = train(make_strategy(1, seed=1), [], exact=True)
-
     interrupted(make_strategy(before, seed=1), tmp_path, (1, 2), 1, exact=True)
     resumed, record = train(make_strategy(after, seed=1), [ls.BackupAndRestore(tmp_path, save_freq=1)], exact=True)
-
     assert far(state(resumed), state(model)) < 1e-12
     for name, values in history.history.items():
         assert record.history[name] == pytest.approx(values, rel=1e-12), name
@@ -156,11 +154,9 @@ def test_callbacks_go_on_with_what_they_had_seen(make_strategy: MakeStrategy, tm
 def test_a_finished_training_goes_on_when_more_epochs_are_asked_for(make_strategy: MakeStrategy, tmp_path: Path):
     whole, history = train(make_strategy(2, seed=1), [], epochs=3)
     expected = state(whole)
-
     train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=2)
     assert len(list(tmp_path.iterdir())) == 1
     resumed, record = train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path)], epochs=3)
-
     # The best weights were loaded at the end of the first two epochs; they are not in the backup of the last one.
     assert record.history == history.history
     assert far(state(resumed), expected) == 0
@@ -170,7 +166,6 @@ def test_a_damaged_backup_is_named_and_training_does_not_begin_anew(make_strateg
     interrupted(make_strategy(2, seed=1), tmp_path, (1, 2), 1)
     (path,) = tmp_path.iterdir()
     (path / "checkpoint.json").write_text("{")
-
     with pytest.raises(CheckpointError, match=r"step-\d+ is damaged \(checkpoint\.json: "):
         train(make_strategy(2, seed=1), [ls.BackupAndRestore(tmp_path)])
 
@@ -258,10 +253,8 @@ def test_a_record_with_values_of_another_type_is_passed_over_by_name(
     folder, expected = two_backups
     _, newest = sorted(folder.iterdir())
     with_another_type(newest / "checkpoint.json", place, value)
-
     with pytest.warns(UserWarning, match=newest.name):
         resumed, _ = train(make_strategy(2, seed=1), with_states(folder))
-
     assert far(state(resumed), expected) == 0
 
 
@@ -282,10 +275,8 @@ def test_where_every_record_has_values_of_another_type_the_error_names_one(
 
 def test_two_backups_are_kept_on_request(make_strategy: MakeStrategy, tmp_path: Path):
     backup = ls.BackupAndRestore(tmp_path, save_freq=1, double_checkpoint=True)
-
     with pytest.raises(CallbackError, match="Failure"):
         train(make_strategy(2, seed=1), [backup, failing_at((1, 2))])
-
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
 
 
@@ -305,6 +296,5 @@ def test_a_save_inside_an_accumulation_cycle_is_refused(make_strategy: MakeStrat
 def test_a_model_without_an_optimizer_has_no_checkpoint(make_strategy: MakeStrategy):
     with make_strategy(1).scope():
         model = Model(nn.Linear(1, 1))
-
     with pytest.raises(UsageError, match=r"checkpoint.*model\.compile\(optimizer"):
         model.load_checkpoint("folder")

@@ -98,11 +98,9 @@ def mirrored(split_cpu: Callable[[int], tuple[LogicalDevice, ...]]) -> Any:
 
 def test_on_another_number_of_workers_the_numbers_are_those_of_one_device(tmp_path: Path, mirrored: Any):
     expected, history = mirrored(1, [])
-
     with pytest.raises(ClusterError):
         run(tmp_path, end=(1, 2), number=signal.SIGKILL, exact=True)
     fewer, fewer_history = mirrored(1, [ls.BackupAndRestore(tmp_path / "0", save_freq=2, delete_checkpoint=False)])
-
     assert far(fewer, expected) < 1e-12
     assert fewer_history["loss"] == pytest.approx(history["loss"], rel=1e-12)
     assert fewer_history["accuracy"] == history["accuracy"]

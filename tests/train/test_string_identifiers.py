@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.conftest import weights
+from tests.train.conftest import MakeStrategy, weights
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.train.classification import Accuracy
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 ROWS = 11
 

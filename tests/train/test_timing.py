@@ -20,7 +20,6 @@ def test_only_steps_are_timed(clock: StepClock):
     for rows in (8, 8, 4):
         clock.start()
         clock.stop(rows=rows)
-
     assert (clock.steps, clock.examples, clock.summary().seconds, clock.summary().median_step_s) == (3, 20, 13.0, 2.0)
     assert clock.summary().examples_per_s == pytest.approx(20 / 13)
 
@@ -30,16 +29,13 @@ def test_a_pause_is_not_timed(clock: StepClock):
     clock.pause()
     clock.start()
     clock.stop(rows=1)
-
     assert clock.summary().seconds == 1.0 + 2.0
 
 
 def test_the_summary_is_what_was_measured(clock: StepClock):
     clock.start()
     clock.stop(rows=3)
-
     summary = clock.summary(4)
-
     assert (summary.epoch, summary.seconds, summary.steps, summary.examples) == (4, 1.0, 1, 3)
     assert summary.median_step_s == 1.0
 
@@ -53,5 +49,4 @@ def test_what_a_device_was_still_at_is_the_last_steps(clock: StepClock):
     clock.stop(rows=1)
     clock.start()
     clock.extend()
-
     assert (clock.steps, clock.summary().seconds) == (1, 1.0 + 2.0)

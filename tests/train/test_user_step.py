@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.conftest import weights
+from tests.train.conftest import MakeStrategy, weights
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UsageError
 from lockstep.train.model import Model
 from lockstep.train.user_step import ShardLoss, TrainStep
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 ROWS, SIZE = 22, 5
 

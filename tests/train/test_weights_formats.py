@@ -32,9 +32,7 @@ def values_of(state: dict[str, Any]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("name", ["w.pt", "w.pth", "W.PT", "pytorch_model.bin"])
 def test_torch_reads_what_is_saved_under_its_suffixes(name: str, model: Model, tmp_path: Path):
     model.save_weights(tmp_path / name)
-
     assert values_of(torch.load(tmp_path / name, weights_only=True)) == values_of(model.module.state_dict())
-
     other = make_model()
     other.load_weights(tmp_path / name)
     assert values_of(other.state_dict()) == values_of(model.state_dict())
@@ -43,7 +41,6 @@ def test_torch_reads_what_is_saved_under_its_suffixes(name: str, model: Model, t
 @pytest.mark.parametrize("name", ["w.safetensors", "w", "w-0.123", "w.st", "w.weights"])
 def test_other_names_are_safetensors(name: str, model: Model, tmp_path: Path):
     model.save_weights(tmp_path / name)
-
     assert values_of(load_file(tmp_path / name)) == values_of(model.module.state_dict())
     make_model().load_weights(tmp_path / name)
 
@@ -53,13 +50,11 @@ def test_suffixes_of_other_formats_are_refused_before_anything_is_trained(name: 
     for refused in (lambda: model.save_weights(tmp_path / name), lambda: ModelCheckpoint(tmp_path / name)):
         with pytest.raises(ConfigError, match=r"call the file [wW]\.safetensors, or [wW]\.pt"):
             refused()
-
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_folder_may_be_called_as_it_likes_but_for_names_of_keras(tmp_path: Path):
     ModelCheckpoint(tmp_path / "run.ckpt", save_weights_only=False)
-
     with pytest.raises(ConfigError, match=r"best\.safetensors"):
         ModelCheckpoint(tmp_path / "best.keras", save_weights_only=False)
 
@@ -68,7 +63,6 @@ def test_the_best_weights_of_a_training_are_in_the_format_of_their_name(tmp_path
     model = Model(nn.Linear(3, 1))
     model.compile(torch.optim.SGD(model.module.parameters(), 0.1), "mse")
     model.fit(torch.ones(4, 3), torch.ones(4, 1), callbacks=[ModelCheckpoint(tmp_path / "w-{epoch}.pt")], verbose=0)
-
     assert values_of(torch.load(tmp_path / "w-1.pt", weights_only=True)) == values_of(model.module.state_dict())
 
 
@@ -90,7 +84,6 @@ def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path):
     with torch.no_grad():
         model.module[0].weight = nn.Parameter(torch.zeros(1000, 3)[:2])
     model.save_weights(tmp_path / "w.pt")
-
     assert (tmp_path / "w.pt").stat().st_size < 8000
 
 
@@ -112,10 +105,8 @@ class Code:
 )
 def test_what_is_no_state_dict_is_refused(content: Any, told: str, model: Model, tmp_path: Path, capsys):
     torch.save(content, tmp_path / "w.pt")
-
     with pytest.raises(CheckpointError, match=told):
         model.load_weights(tmp_path / "w.pt")
-
     assert capsys.readouterr().out == ""
 
 
@@ -123,7 +114,6 @@ def test_a_damaged_file_is_refused(model: Model, tmp_path: Path):
     model.save_weights(tmp_path / "w.pt")
     whole = (tmp_path / "w.pt").read_bytes()
     (tmp_path / "w.pt").write_bytes(whole[: len(whole) // 2])
-
     with pytest.raises(CheckpointError, match="cannot read the weights in"):
         model.load_weights(tmp_path / "w.pt")
 

@@ -46,7 +46,6 @@ def test_the_cause_is_found_and_tested(
     program: str, first: tuple[str, int], cause: str, tested: str, verified: Verified
 ):
     report = verified(program)
-
     assert report.first is not None
     assert (report.first.kind, report.first.step) == first
     assert [finding.cause for finding in report.findings] == [cause]
@@ -89,7 +88,6 @@ def test_dropout_alone_is_nothing_wrong(program: str, sound: bool, verified: Ver
 @pytest.mark.slow
 def test_two_causes_are_both_found(verified: Verified):
     report = verified("dropout_and_mean")
-
     assert [finding.cause for finding in report.findings] == ["random numbers", "mean over a shard"]
     assert "the first that differs is then the loss" in report.findings[0].tested
 
@@ -97,7 +95,6 @@ def test_two_causes_are_both_found(verified: Verified):
 @pytest.mark.slow
 def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
     experiments = verified("decay_by_hand").experiments
-
     assert [(what, outcome.split(":")[0]) for what, outcome in experiments] == [
         ("all replicas with one, as written", "step 1"),
         ("all replicas with one, weights held between updates", "equal"),
@@ -107,7 +104,6 @@ def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
 @pytest.mark.slow
 def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
     report = verified("learning_rate")
-
     assert report.tolerance.noise
     assert "one replica with itself, weights moved by one rounding error" in dict(report.experiments)
 
@@ -115,6 +111,5 @@ def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
 @pytest.mark.slow
 def test_what_the_difference_does_not_need_is_no_cause(verified: Verified):
     report = verified("harmless_dropout")
-
     assert "all replicas with one, without dropout" in dict(report.experiments)
     assert [finding.cause for finding in report.findings] == ["weight penalty"]

@@ -42,7 +42,6 @@ def test_everything_is_compared_by_name_and_in_the_order_of_a_step(verified: Ver
 
 def test_accumulated_gradients_and_an_early_end_are_equal(verified: Verified):
     report = verified("sound_loop", "--every", "2", devices="cpu:3")
-
     assert report.equal, report.first
     assert len(report.comparison.steps) == 2  # there are no more, of 3 that were asked for
     rows = [each.batch.rows for each in report.comparison.steps]
@@ -52,13 +51,11 @@ def test_accumulated_gradients_and_an_early_end_are_equal(verified: Verified):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_clipped_gradients_are_equal(verified: Verified, where: str):
     report = verified("sound_loop", "--clip", where, devices="cpu:3")
-
     assert report.equal, report.first
 
 
 def test_a_model_on_devices_of_the_program_s_own_is_equal(verified: Verified):
     report = verified("sound_fit", devices=None)
-
     assert report.equal, report.first
     assert report.comparison.start.devices == ("cpu:0", "cpu:1", "cpu:2")
     assert len(report.comparison.steps) == 3
@@ -66,7 +63,6 @@ def test_a_model_on_devices_of_the_program_s_own_is_equal(verified: Verified):
 
 def test_half_precision_and_the_workers_of_a_data_loader_are_judged_by_its_rounding(verified: Verified):
     report = verified("sound_fit", "bf16", "2", devices=None)
-
     assert report.equal, report.first
     assert report.tolerance.relative == 4 * 2.0**-7
     assert report.comparison.ends[0].unit == 2.0**-23
@@ -78,6 +74,5 @@ def test_the_same_split_from_outside_is_accepted(verified: Verified):
 
 def test_the_first_strategy_of_several_devices_is_compared_and_nothing_swallows_the_end(verified: Verified):
     report = verified("two_strategies")
-
     assert report.equal, report.first
     assert [(end.strategies, end.single) for end in report.comparison.ends] == [(2, 1), (2, 1)]

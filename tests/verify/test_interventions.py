@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.verify.config import Interventions
 from lockstep_tools.verify.interventions import (
     active_dropouts,
@@ -15,10 +16,6 @@ from lockstep_tools.verify.interventions import (
     local_batch_norms,
     without_randomness,
 )
-
-if TYPE_CHECKING:
-    from lockstep.strategies.mirrored import MirroredStrategy
-
 
 Make = Callable[..., "MirroredStrategy"]
 
@@ -30,7 +27,6 @@ def network() -> nn.Sequential:
 
 def test_what_can_be_switched_is_named(make_strategy: Make):
     module = make_strategy(2).mirror(network())
-
     assert local_batch_norms([module]) == ["1"]
     assert active_dropouts([module]) == ["2"]
     module.eval()
@@ -40,7 +36,6 @@ def test_what_can_be_switched_is_named(make_strategy: Make):
 def test_synchronised_batch_norms_are_in_every_copy(make_strategy: Make):
     module = make_strategy(2).mirror(network())
     intervene_before_first_step([module], Interventions(sync_batch_norm=True))
-
     assert module.has_sync_batchnorm
     assert local_batch_norms([module]) == []
 
@@ -49,7 +44,6 @@ def test_a_nudge_moves_every_weight_once_by_a_rounding_error(make_strategy: Make
     module = make_strategy(2).mirror(nn.Linear(3, 3))  # the copies share their storage
     before = module.module.weight.detach().clone()
     intervene_before_first_step([module], Interventions(nudge=0.25))
-
     factors = (module.module.weight.detach() / before).flatten().tolist()
     assert {round(factor, 4) for factor in factors} == {0.75, 1.25}
 
@@ -105,7 +99,6 @@ def test_attention_drops_nothing():
     with without_randomness("no dropout"):
         first = F.scaled_dot_product_attention(query, query, query, dropout_p=0.9)
         positional = F.scaled_dot_product_attention(query, query, query, None, 0.9, True)
-
     torch.testing.assert_close(first, F.scaled_dot_product_attention(query, query, query))
     torch.testing.assert_close(positional, F.scaled_dot_product_attention(query, query, query, is_causal=True))
 
@@ -125,7 +118,6 @@ def test_in_replicas_draws_become_constants(draw: Callable[[], Any], make_strate
     with without_randomness("constant"):
         first, second = strategy.local_results(strategy.run(draw))
         outside = draw()
-
     assert torch.equal(first, second)
     assert len(set(first.flatten().tolist())) == 1
     assert len(set(outside.flatten().tolist())) > 1  # initial weights are drawn as ever

@@ -19,14 +19,12 @@ def test_an_early_end_is_noted(verified: Verified):
 
 def test_further_strategies_are_noted(verified: Verified):
     note = "note: the program made 2 strategies of several devices; the first one, on cpu:0, cpu:1, was compared"
-
     assert note in render(verified("two_strategies"))
 
 
 def test_only_the_first_that_differ_are_shown(verified: Verified):
     report = verified("dropout")
     table = render(report).split("\n\n")[1].splitlines()
-
     assert len(table) == 2 + MAX_TABLE_ROWS
     assert table[2].split()[:3] == ["1", "output", "Sequential"]
 
@@ -34,14 +32,12 @@ def test_only_the_first_that_differ_are_shown(verified: Verified):
 def test_without_a_cause_it_says_so_and_what_was_tried(verified: Verified):
     report = replace(verified("dropout"), findings=())
     last = render(report).split("\n\n")[-1].splitlines()
-
     assert last[0] == "cause: none of the hypotheses explains it; what was tried:"
     assert last[1].startswith("  all replicas with one, as written: step 1: output Sequential differs by ")
 
 
 def test_measured_rounding_is_said_to_be(verified: Verified):
     report = replace(verified("learning_rate"), first=None, findings=())
-
     assert render(report).endswith("of a tensor's largest value, or 32 times the measured rounding")
 
 

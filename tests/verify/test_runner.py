@@ -21,7 +21,6 @@ def config_of(name: str, *, devices: str | None = "cpu:2", timeout_s: float = 10
 def test_a_program_that_fails_by_itself_is_named_with_the_place():
     with pytest.raises(ConfigError) as raised:
         verify(config_of("raises.py"))
-
     assert str(raised.value) == "raises.py fails by itself: ValueError: the data folder is empty (raises.py:5)"
     assert 'raises.py", line 5, in prepare' in str(raised.value.__cause__)
 

@@ -12,7 +12,6 @@ from lockstep_tools.verify.trace import KEPT_VALUES, fingerprints, some_values, 
 def test_equal_rows_and_only_they_have_equal_fingerprints(dtype: torch.dtype):
     rows = torch.tensor([[0, 1, 1], [1, 0, 1], [0, 1, 1]]).to(dtype)
     first, second, third = fingerprints(rows)
-
     assert first == third != second
     assert fingerprints(rows[1:]) == (second, third)  # of the row alone, whatever stands beside it
 
@@ -21,7 +20,6 @@ def test_a_single_bit_changes_the_fingerprint():
     rows = torch.zeros(1, 1000)
     changed = rows.clone()
     changed[0, 999] = torch.finfo(torch.float32).tiny
-
     assert fingerprints(rows) != fingerprints(changed)
 
 
@@ -34,7 +32,6 @@ def test_rows_without_values_and_no_rows_have_fingerprints_too():
 def test_of_long_rows_some_values_are_kept():
     long = torch.arange(2.0 * 1000).reshape(2, 10, 100)
     kept = some_values(long)
-
     assert kept.shape == (2, 250)
     assert kept.shape[1] <= KEPT_VALUES
     assert torch.equal(kept, long.reshape(2, 1000)[:, ::4])
@@ -45,12 +42,10 @@ def test_what_is_kept_is_a_copy():
     rows = torch.zeros(2, 2)
     kept = some_values(rows)
     rows.fill_(1)
-
     assert kept.sum() == 0
 
 
 def test_tensors_with_rows_are_found_by_their_place():
     x = torch.zeros(3)
     found = dict(tensors_with_rows(({"x": x, "n": 3}, [torch.tensor(1.0), x])))
-
     assert list(found) == ["[0]['x']", "[1][1]"]

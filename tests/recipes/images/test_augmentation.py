@@ -30,7 +30,6 @@ def epoch_of(pictures: LabelledPixels, config: ImagesConfig, epoch: int, *, trai
 
 def test_an_epoch_is_the_same_again_and_the_next_one_is_changed_anew(pictures: LabelledPixels):
     first = epoch_of(pictures, CONFIG, 0)
-
     assert torch.equal(first, epoch_of(pictures, CONFIG, 0))
     plain = epoch_of(pictures, replace(CONFIG, augment="none"), 0)
     assert first.shape == plain.shape
@@ -42,19 +41,16 @@ def test_an_epoch_is_the_same_again_and_the_next_one_is_changed_anew(pictures: L
 def test_order_and_labels_are_those_without_changes(pictures: LabelledPixels):
     labels = [torch.cat([y for _, y in ImageBatches(pictures, config, training=True)])
               for config in (CONFIG, replace(CONFIG, augment="none"))]  # fmt: skip
-
     assert torch.equal(*labels)
 
 
 def test_validation_images_stay_as_they_are(pictures: LabelledPixels):
     plain = replace(CONFIG, augment="none")
-
     assert torch.equal(epoch_of(pictures, CONFIG, 0, training=False), epoch_of(pictures, plain, 0, training=False))
 
 
 def test_images_stay_images(pictures: LabelledPixels):
     changed = augment(torch.rand(50, 3, 16, 16), mirror=True, generator=torch.Generator().manual_seed(0))
-
     assert changed.is_contiguous(memory_format=torch.channels_last)
     assert (changed.dtype, changed.min() >= 0, changed.max() <= 1) == (torch.float32, True, True)
 
@@ -62,9 +58,7 @@ def test_images_stay_images(pictures: LabelledPixels):
 @pytest.mark.parametrize("mirror", [False, True])
 def test_only_mirroring_turns_left_and_right_around(mirror: bool):
     rising = torch.linspace(0, 1, 16).expand(200, 3, 16, 16)  # from left to right
-
     changed = augment(rising, mirror=mirror, generator=torch.Generator().manual_seed(0))
-
     falling = int((changed[..., 0] > changed[..., -1]).all(dim=2).all(dim=1).sum())
     assert 70 < falling < 130 if mirror else falling == 0
     rows = changed[:, :, :1].expand_as(changed)  # no row of a picture differs from another: top stays top
@@ -73,9 +67,7 @@ def test_only_mirroring_turns_left_and_right_around(mirror: bool):
 
 def test_a_crop_is_at_least_half_of_the_image():
     ramp = torch.linspace(0, 1, 64).expand(200, 3, 64, 64)
-
     changed = augment(ramp, mirror=False, generator=torch.Generator().manual_seed(1))
-
     spans = (changed[:, 0, 0, -1] - changed[:, 0, 0, 0]).sort().values  # width times contrast
     assert 0.45 < spans[0] < 0.7
     assert spans[-1] > 0.9

@@ -25,9 +25,7 @@ def made(pixels: np.ndarray, config: ImagesConfig = CONFIG, *, training: bool = 
 
 def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
     batches = made(pixels)
-
     found = [(x, y) for batch in batches for x, y in zip(*batch, strict=True)]
-
     assert len(batches) == 3
     assert [len(y) for _, y in batches] == [4, 4, 4]
     by_content = {(pixels[row].transpose(2, 0, 1) / 255).astype(np.float32).tobytes(): row for row in range(12)}
@@ -38,7 +36,6 @@ def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
 
 def test_types_and_shapes_are_those_of_a_model(pixels: np.ndarray):
     x, y = next(iter(made(pixels)))
-
     assert (x.shape, x.dtype, y.dtype) == ((4, 3, 6, 6), torch.float32, torch.int64)
     assert x.is_contiguous(memory_format=torch.channels_last)
     assert 0 <= x.min() < 0.05
@@ -62,7 +59,6 @@ def test_fixed_batches_stay_in_order_in_every_epoch(pixels: np.ndarray):
     fixed = made(pixels, training=False)
     first = torch.cat([x for x, _ in fixed])
     fixed.set_epoch(1)
-
     assert torch.equal(torch.cat([x for x, _ in fixed]), first)
     assert torch.equal(first[0], to_float(torch.from_numpy(pixels[:1]))[0])
 
@@ -71,16 +67,12 @@ def test_a_shuffle_buffer_keeps_pictures_near_their_place(pixels: np.ndarray):
     labels = list(range(200))
     images = LabelledPixels(pixels=torch.from_numpy(pixels[:1].repeat(200, axis=0)), labels=tuple(labels))
     many = ImageBatches(images, replace(CONFIG, shuffle_buffer=10, batch_size=200), training=True)
-
     (_, order), *_ = many
-
     assert sorted(order.tolist()) == labels
     assert all(row < place + 10 for place, row in enumerate(order.tolist()))
 
 
 def test_the_pixels_are_left_alone(pixels: np.ndarray):
     before = pixels.copy()
-
     list(made(pixels))
-
     assert np.array_equal(pixels, before)

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 from lockstep_tools.recipes.images.train import build_images, build_metrics, build_optimizer, image_loss
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 
 def test_the_parts_fit_together(make_tree: MakeTree, tiny: MakeConfig):
     task = build_images(tiny(data=make_tree("data", {"a": 20, "b": 20, "c": 20})))
-
     assert (len(task.train), len(task.valid), len(task.test)) == (5, 1, 1)
     x, y = next(iter(task.train))
     assert task.module(x).shape == (11, 3)
@@ -23,7 +18,6 @@ def test_the_parts_fit_together(make_tree: MakeTree, tiny: MakeConfig):
 
 def test_without_a_share_there_is_no_validation(make_tree: MakeTree, tiny: MakeConfig):
     task = build_images(tiny(data=make_tree("data", {"a": 5, "b": 5}), valid_fraction=0.0))
-
     assert task.valid == ()
 
 
@@ -55,17 +49,13 @@ def test_the_seed_decides_weights_and_order(make_tree: MakeTree, tiny: MakeConfi
 def test_the_callers_random_numbers_are_left_alone(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 20, "b": 20})
     state = torch.get_rng_state()
-
     list(build_images(tiny(data=root, workers=1)).train)
-
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_loss_is_per_picture_and_not_in_half_precision():
     logits, labels = torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])
-
     loss = image_loss(logits.bfloat16(), labels)
-
     assert loss.dtype == torch.float32
     assert loss.tolist() == pytest.approx([0.6931, 2.1269], abs=1e-4)
     assert image_loss(logits.double(), labels).dtype == torch.float64
@@ -74,9 +64,7 @@ def test_the_loss_is_per_picture_and_not_in_half_precision():
 def test_adam_has_the_rate_and_the_metric_is_the_accuracy(tiny: MakeConfig):
     optimizer = build_optimizer(tiny(learning_rate=0.25), [torch.nn.Parameter(torch.zeros(1))])
     metric = build_metrics()["accuracy"]
-
     metric.update(torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([1, 1, 1]))
-
     assert type(optimizer) is torch.optim.Adam
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert float(metric.compute()) == pytest.approx(2 / 3)

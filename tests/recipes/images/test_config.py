@@ -12,14 +12,12 @@ from lockstep_tools.recipes.images.config import ImagesConfig
 
 def test_the_published_run_can_be_set():
     config = ImagesConfig(data=Path("PetImages"), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0)
-
     assert (config.data, config.learning_rate, config.hidden) == (Path("PetImages"), 1e-3, 0)
     assert (config.size, config.width_multiplier, config.output_stride) == (224, 1.0, 32)
 
 
 def test_every_field_is_documented():
     documentation = inspect.getdoc(ImagesConfig) or ""
-
     assert [f.name for f in dataclasses.fields(ImagesConfig) if f"\n    {f.name}: " not in documentation] == []
 
 

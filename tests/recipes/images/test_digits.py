@@ -2,19 +2,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
+from tests.recipes.images.conftest import MakeConfig
 
 from lockstep.errors import DataError
 from lockstep_tools.recipes.images.dataset import read_digits, scan_folder, write_digits
 from lockstep_tools.recipes.images.train import build_images
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeConfig
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +24,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_real_pictures_are_there_once_with_their_greys():
     _, splits = read_digits()
     data = load_digits()
-
     pictures = [picture for part in splits.values() for picture in part]
     places = {int(picture.path.stem): picture for picture in pictures}
-
     assert sorted(places) == list(range(1797))
     assert all(picture.label == data.target[place] for place, picture in places.items())
     assert np.array_equal(np.asarray(places[7].embedded), np.round(data.images[7] * 255 / 16))
@@ -38,9 +33,7 @@ def test_all_real_pictures_are_there_once_with_their_greys():
 
 def test_the_last_fifth_of_each_digit_is_the_test():
     _, splits = read_digits()
-
     train, test = (Counter(picture.label for picture in splits[part]) for part in ("train", "test"))
-
     assert all(abs(test[digit] / (train[digit] + test[digit]) - 0.2) < 0.005 for digit in range(10))
     for digit in range(10):
         last = max(p.path.stem for p in splits["train"] if p.label == digit)
@@ -49,7 +42,6 @@ def test_the_last_fifth_of_each_digit_is_the_test():
 
 def test_the_folder_is_a_tree_of_pngs(written: Path):
     classes, splits = scan_folder(written)
-
     assert classes == tuple("0123456789")
     assert {part: len(pictures) for part, pictures in splits.items()} == {"train": 1438, "test": 359}
     with Image.open(written / "train" / "0" / "0000.png") as image:
@@ -62,7 +54,6 @@ def test_training_on_the_folder_sees_the_pixels_of_the_default(written: Path, ti
         build_images(tiny(size=16)),
         build_images(tiny(size=16, data=written, workers=2)),
     )
-
     assert embedded.dataset.classes == files.dataset.classes
     for part in ("train", "valid", "test"):
         pairs = zip(getattr(embedded, part), getattr(files, part), strict=True)
@@ -71,21 +62,17 @@ def test_training_on_the_folder_sees_the_pixels_of_the_default(written: Path, ti
 
 def test_an_empty_folder_is_taken(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-
     write_digits(tmp_path / "empty")
-
     assert len(list((tmp_path / "empty" / "test").iterdir())) == 10
 
 
 def test_nothing_is_overwritten(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-
     with pytest.raises(DataError, match=r"mine' .*directory not empty.*; give a new or an empty folder"):
         write_digits(tmp_path / "mine")
     with pytest.raises(DataError, match=r"file' .*not a directory.*; give a new or an empty folder"):
         write_digits(tmp_path / "mine" / "file")
-
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 

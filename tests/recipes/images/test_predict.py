@@ -78,7 +78,6 @@ def predictions(make_tree: MakeTree) -> Predictions:
 
 def test_the_table_has_a_row_for_each_file_and_the_broken_ones_last(predictions: Predictions):
     rows = list(csv.DictReader(io.StringIO(render_table(predictions))))
-
     assert [row["file"] for row in rows] == [*map(str, predictions.files), "bad.png"]
     assert [row["class"] for row in rows] == ["low", "high, or not", "low", ""]
     assert [row["probability"] for row in rows[:3]] == ["0.900000", "0.600000", "0.550000"]
@@ -88,7 +87,6 @@ def test_the_table_has_a_row_for_each_file_and_the_broken_ones_last(predictions:
 
 def test_the_contact_sheet_shows_the_least_certain_picture_first(predictions: Predictions):
     sheet = draw_contact_sheet(predictions)
-
     assert sheet.size == (960, 196)
     colors = [sheet.getpixel((160 * place + 80, 80)) for place in range(4)]
     expected = [Image.open(predictions.files[index]).convert("RGB").getpixel((5, 5)) for index in (2, 1, 0)]
@@ -134,7 +132,6 @@ def test_a_path_without_an_image_classifier_is_refused(tmp_path: Path, name: str
     (tmp_path / "texts" / "model").mkdir(parents=True)
     config = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
     (tmp_path / "texts" / "model" / "config.json").write_text(json.dumps(config))
-
     with pytest.raises(ConfigError, match=reason):
         load_trained(str(tmp_path / name))
 
@@ -163,6 +160,5 @@ def test_several_workers_are_refused_before_they_write_the_same_files(
 ):
     cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
-
     assert main(["predict", "model", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert "the environment declares 2 workers" in capsys.readouterr().err

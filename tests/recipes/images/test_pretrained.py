@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.recipes.images.conftest import MakeConfig, MakeTree
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from lockstep.config import LogicalDevice
@@ -17,11 +19,6 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.images.pretrained import load_classifier, preparation_of
 from lockstep_tools.recipes.images.train import build_images, train_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
 
@@ -44,10 +41,8 @@ def resnet(tmp_path: Path) -> Path:
 def test_images_are_normalized_as_the_model_was_trained(resnet: Path):
     module = load_classifier(str(resnet), ["a", "b"], batch_norm_momentum=0.3).eval()
     images = torch.rand(3, 3, 12, 12)
-
     plain = AutoModelForImageClassification.from_pretrained(resnet).eval()
     normalized = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-
     assert torch.equal(module(images), plain(normalized).logits)
     assert preparation_of(str(resnet)).size == 12
     assert {norm.momentum for norm in module.modules() if isinstance(norm, torch.nn.BatchNorm2d)} == {0.3}
@@ -56,9 +51,7 @@ def test_images_are_normalized_as_the_model_was_trained(resnet: Path):
 @pytest.mark.parametrize("classes", [["x", "y"], ["a", "b", "c"]], ids=["other names", "another number"])
 def test_other_classes_get_a_new_head_and_keep_the_rest(classes: list[str], resnet: Path):
     before = load_file(resnet / "model.safetensors")
-
     network = load_classifier(str(resnet), classes, batch_norm_momentum=0.1).network
-
     after = network.state_dict()
     changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert changed == {"classifier.1.weight", "classifier.1.bias"}

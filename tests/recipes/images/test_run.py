@@ -2,20 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.recipes.images.conftest import MakeConfig, MakeTree
 from transformers import AutoImageProcessor, MobileNetV2ForImageClassification, pipeline
 
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 from lockstep_tools.recipes.images.train import build_images, check_exactness, train_images
 from lockstep_tools.recipes.training import compile_task
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 MakeStrategy = Callable[[int], MirroredStrategy]
 
@@ -49,9 +46,7 @@ def test_two_replicas_learn_and_are_tested(colors: Path, tiny: MakeConfig, make_
 def test_the_same_run_twice_gives_the_same_numbers(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     config = tiny(data=colors)
-
     first, second = (train_images(config, strategy, verbose=0) for _ in range(2))
-
     assert first.history.history == second.history.history
     assert first.test_metrics == second.test_metrics
 
@@ -77,7 +72,6 @@ def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: M
     still = {"data": colors, "epochs": 3, "learning_rate": 1e-30, "sync_batchnorm": True, "patience_updates": 0}
     with_validation = train_images(tiny(**still, patience=1, batch_norm_momentum=1e-9), make_strategy(2), verbose=0)
     patient = train_images(tiny(**still, patience=0), make_strategy(2), verbose=0)
-
     assert len(with_validation.history.epoch) == 2
     assert with_validation.stopping is not None
     assert with_validation.stopping.early
@@ -87,7 +81,6 @@ def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: M
 @pytest.mark.slow
 def test_without_validation_the_training_loss_is_watched(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     result = train_images(tiny(data=colors, valid_fraction=0.0, patience=1), make_strategy(1), verbose=0)
-
     assert set(result.history.history) == {"loss", "accuracy", "learning_rate"}
 
 
@@ -96,7 +89,6 @@ def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_s
     # 60 pictures in batches of 59: the last one has one row, for one of three replicas.
     result = train_images(tiny(data=colors, batch_size=59), make_strategy(3), verbose=0)
     larger = train_images(tiny(data=colors, batch_size=5000), make_strategy(3), verbose=0)
-
     assert result.history.timing[0].examples == larger.history.timing[0].examples == 60
     assert result.history.timing[0].steps == 2
 
@@ -104,9 +96,7 @@ def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_s
 @pytest.mark.slow
 def test_convolutions_run_with_the_channels_last(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     task = build_images(tiny(data=colors))
-
     compile_task(task, make_strategy(2))
-
     weight = task.module.mobilenet_v2.conv_1x1.convolution.weight
     assert task.module.mobilenet_v2.conv_stem.first_conv.convolution.weight.is_contiguous(
         memory_format=torch.channels_last
@@ -139,7 +129,6 @@ def test_the_output_is_what_transformers_loads(
 
 def test_three_replicas_compute_what_one_device_computes(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     report = check_exactness(tiny(data=colors), make_strategy(3), steps=2)
-
     assert report.steps == 2
     assert max(report.sgd.loss, report.adam.loss) < 1e-9
     assert report.sgd.weight < 1e-9

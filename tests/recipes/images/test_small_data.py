@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.recipes.images.conftest import MakeConfig
 from torch import nn
 
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -19,9 +19,6 @@ from lockstep_tools.recipes.images.config import ImagesConfig
 from lockstep_tools.recipes.images.statistics import compute_statistics, statistics_lag
 from lockstep_tools.recipes.images.train import build_images, train_images
 from lockstep_tools.recipes.training import Stopping, compile_task, patience_epochs
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeConfig
 
 MakeStrategy = Callable[[int], MirroredStrategy]
 
@@ -41,7 +38,6 @@ def shades(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_few_separable_images_are_learnt(shades: Path, make_strategy: MakeStrategy):
     result = train_images(ImagesConfig(data=shades, epochs=6, workers=0), make_strategy(2), verbose=0)
-
     assert result.test_metrics["accuracy"] > 0.9
     assert max(result.history.history["val_accuracy"]) > 0.9
     assert result.updates == 12
@@ -95,7 +91,6 @@ def test_patience_lasts_a_number_of_updates(
     patience: int, updates: int, accumulate: int, batches: int, epochs: int, tiny: MakeConfig
 ):
     config = tiny(patience=patience, patience_updates=updates, accumulate=accumulate)
-
     assert patience_epochs(config, batches) == epochs
 
 

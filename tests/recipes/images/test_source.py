@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 import lockstep as ls
 from lockstep.errors import DataError
 from lockstep_tools.recipes.images import dataset
 from lockstep_tools.recipes.images.dataset import load_images
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 
 def break_pictures(folder: Path, number: int) -> None:
@@ -28,9 +26,7 @@ def break_pictures(folder: Path, number: int) -> None:
 
 def test_pixels_and_labels_of_each_part_belong_together(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"train/a": 10, "train/b": 10, "test/b": 3})
-
     pictures = load_images(tiny(data=root))
-
     assert pictures.classes == ("a", "b")
     assert [len(pictures.splits[part].pixels) for part in ("train", "valid", "test")] == [18, 2, 3]
     assert pictures.splits["test"].labels == (1, 1, 1)
@@ -41,10 +37,8 @@ def test_pixels_and_labels_of_each_part_belong_together(make_tree: MakeTree, tin
 def test_any_number_of_workers_gives_the_same_pixels_in_order(workers: int, make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 40, "b": 40})
     break_pictures(root / "a", 1)
-
     with pytest.warns(UserWarning, match="they are skipped"):
         alone, together = (load_images(tiny(data=root, workers=number)) for number in (0, workers))
-
     for part in ("train", "valid", "test"):
         assert alone.splits[part].labels == together.splits[part].labels
         assert torch.equal(alone.splits[part].pixels, together.splits[part].pixels)
@@ -54,7 +48,6 @@ def test_what_does_not_fit_into_memory_is_refused(
     make_tree: MakeTree, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(dataset, "available_mb", lambda: 10.0)
-
     with pytest.raises(DataError, match=r"80 images of 224x224 .*11 MB.*10 MB"):
         load_images(tiny(data=make_tree("data", {"a": 40, "b": 40}), size=224))
 
@@ -152,7 +145,6 @@ def test_more_broken_pictures_than_the_share_are_an_error_that_lists_all(
 def test_a_class_of_broken_pictures_is_an_error(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 3, "b": 90})
     break_pictures(root / "a", 3)
-
     with (
         pytest.raises(DataError, match="no readable training image is left of the class 'a', expected at least one"),
         pytest.warns(UserWarning, match="3 of 93"),
@@ -167,7 +159,6 @@ def test_a_test_part_of_nothing_is_an_error(make_tree: MakeTree, tiny: MakeConfi
 
 def test_a_share_without_effect_warns(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"train/a": 5, "train/b": 5, "test/b": 3})
-
     with pytest.warns(UserWarning, match="test_fraction=0.3 has no effect: the images have a test split"):
         load_images(tiny(data=root, test_fraction=0.3))
 
@@ -176,9 +167,7 @@ def test_images_without_a_class_and_classes_without_a_test_image_are_told(make_t
     root = make_tree("data", {"a": 10, "b": 10, "rare": 1})
     (root / "a" / "000.png").rename(root / "loose.png")
     (root / ".hidden.png").write_bytes(b"")
-
     images = load_images(tiny(data=root))
-
     assert images.only_trained == ("rare",)
     assert images.loose == 1
     assert (load_images(tiny()).only_trained, load_images(tiny()).loose) == ((), 0)

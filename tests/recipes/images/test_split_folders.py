@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.recipes.images.conftest import MakeTree
 
 from lockstep.errors import DataError
 from lockstep_tools.recipes.images.dataset import scan_folder
-
-if TYPE_CHECKING:
-    from tests.recipes.images.conftest import MakeTree
 
 
 def parts_of(root: Path) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -49,7 +46,6 @@ def of_classes(*folders: str) -> dict[str, int]:
 )
 def test_parts_are_read_from_names_in_every_form(names: tuple[str, ...], make_tree: MakeTree):
     classes, counts = parts_of(make_tree("data", of_classes(*names)))
-
     assert classes == ("a", "b")
     assert counts == dict.fromkeys(["train", "test", "valid"][: len(names)], 3) or len(names) == 2
     assert sum(counts.values()) == 3 * len(names)
@@ -88,7 +84,6 @@ def test_parts_are_found_below_folders_that_hold_nothing_else(
 )
 def test_classes_may_have_such_names(folders: dict[str, int], make_tree: MakeTree):
     classes, counts = parts_of(make_tree("data", folders))
-
     assert set(classes) == {name.partition("/")[0] for name in folders}
     assert counts == {"train": len(folders)}
 
@@ -111,10 +106,8 @@ def test_classes_may_have_such_names(folders: dict[str, int], make_tree: MakeTre
 )
 def test_parts_that_cannot_be_told_apart_are_refused(folders: dict[str, int], told: str, make_tree: MakeTree):
     root = make_tree("data", folders)
-
     with pytest.raises(DataError, match="train/CLASS") as raised:
         scan_folder(root)
-
     assert told in str(raised.value)
     assert str(root) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -130,17 +123,14 @@ def test_parts_that_cannot_be_told_apart_are_refused(folders: dict[str, int], to
 )
 def test_classes_that_look_like_parts_are_warned_of(folders: dict[str, int], told: str, make_tree: MakeTree):
     root = make_tree("data", folders)
-
     with pytest.warns(UserWarning, match="train/CLASS") as caught:
         classes, _ = scan_folder(root)
-
     assert classes == tuple(sorted({name.partition("/")[0] for name in folders}))
     assert told in str(caught[0].message)
 
 
 def test_a_tree_below_a_single_folder_is_named(make_tree: MakeTree):
     root = make_tree("data", of_classes("flower_photos"))
-
     with pytest.raises(DataError, match=f"give --data {root / 'flower_photos'}"):
         scan_folder(root)
 
@@ -148,6 +138,5 @@ def test_a_tree_below_a_single_folder_is_named(make_tree: MakeTree):
 def test_a_link_to_a_folder_above_has_an_end(make_tree: MakeTree):
     root = make_tree("data", {".hidden": 0})
     (root / "loop").symlink_to(root)
-
     with pytest.raises(DataError, match="expected at least two folders"):
         scan_folder(root)

@@ -45,7 +45,6 @@ def logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_frozen_weights_and_adapters_are_there_once_for_all_replicas(fronts: Any, make_strategy: MakeStrategy):
     module = fronts.make(fronts.Case(dtype=torch.float32))
     mirrored = make_strategy(4).mirror(module)
-
     places = [{parameter.data_ptr() for parameter in copy.parameters()} for copy in mirrored.copies]
     assert places == [places[0]] * 4
     assert len(places[0]) == len(list(module.parameters()))
@@ -81,7 +80,6 @@ def test_saved_adapters_make_the_trained_model_of_a_fresh_one(
     trained.save_pretrained(tmp_path)
     fresh = fronts.make(fronts.Case(dtype=torch.float32)).unload()
     loaded = PeftModel.from_pretrained(fresh, tmp_path).eval()
-
     saved = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert saved < sum(value.numel() * 4 for value in trained.state_dict().values()) / 2
     assert torch.equal(logits(loaded, inputs), logits(trained, inputs))
@@ -90,7 +88,6 @@ def test_saved_adapters_make_the_trained_model_of_a_fresh_one(
 def test_merged_adapters_leave_a_plain_model_of_the_same_answers(trained: Any, inputs: dict[str, torch.Tensor]):
     expected = logits(trained, inputs)
     merged = trained.merge_and_unload()
-
     assert not any("lora" in name or "base_model" in name for name, _ in merged.named_parameters())
     torch.testing.assert_close(logits(merged, inputs), expected, rtol=1e-5, atol=1e-6)
 

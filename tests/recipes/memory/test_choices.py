@@ -42,7 +42,6 @@ def activations(model: Any) -> int:
 
 def test_nothing_is_done_by_default(bert: Any):
     choices = MemoryChoices()
-
     assert loading(choices, CPU) == {}
     assert with_choices(bert, choices) is bert
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in bert.parameters())
@@ -52,7 +51,6 @@ def test_nothing_is_done_by_default(bert: Any):
 def test_all_choices_together(bert: Any):
     choices = MemoryChoices(lora=LORA, load_in="bf16", gradient_checkpointing=True)
     model = with_choices(bert, choices, task="SEQ_CLS")
-
     assert loading(choices, CPU) == {"dtype": torch.bfloat16}
     frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -99,7 +97,6 @@ def test_an_unknown_form_is_refused_with_the_known():
 @pytest.mark.parametrize("load_in", ["8bit", "4bit"])
 def test_without_a_gpu_the_reason_is_one_line(load_in: LoadIn):
     message = f"^load_in='{load_in}' needs a GPU, since .*, and this runs on cpu; use load_in='bf16', or leave it out$"
-
     with pytest.raises(ConfigError, match=message):
         loading(MemoryChoices(lora=LORA, load_in=load_in), CPU)
 
@@ -108,7 +105,6 @@ def test_without_a_gpu_the_reason_is_one_line(load_in: LoadIn):
 def test_without_the_package_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, missing, None)
-
     with pytest.raises(
         MissingExtraError, match=rf"^the package '{missing}' is not installed; .*'torch-lockstep\[quantized"
     ):
@@ -118,7 +114,6 @@ def test_without_the_package_the_extra_is_named(missing: str, monkeypatch: pytes
 def test_on_a_gpu_transformers_is_told_the_form_and_the_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     in_8, in_4 = (loading(MemoryChoices(lora=LORA, load_in=form), GPU) for form in ("8bit", "4bit"))
-
     assert in_8["device_map"] == in_4["device_map"] == {"": GPU}
     assert in_8["quantization_config"].load_in_8bit
     assert in_4["quantization_config"].load_in_4bit

@@ -91,13 +91,11 @@ def test_the_settings_reach_peft(bert: Any):
 
 def test_all_linear_is_every_layer_but_the_head(bert: Any):
     model = add_lora(bert, Lora(targets=("all-linear",)), task="SEQ_CLS")
-
     assert adapted(model) == {"query", "key", "value", "dense"}
 
 
 def test_adapters_beside_bf16_weights_are_float32(bert: Any):
     model = add_lora(bert.to(torch.bfloat16), Lora(r=2), task="SEQ_CLS")
-
     kinds = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" in name}
     assert kinds == {torch.float32}
 
@@ -125,7 +123,6 @@ def test_a_layer_that_is_not_there_is_named_before_anything_is_changed(bert: Any
 def test_a_kind_that_peft_does_not_know_needs_targets():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     message = r"^lora cannot be added \(.*\) to Sequential; its linear layers: 0, 2; give some of them as targets"
-
     with pytest.raises(ConfigError, match=message):
         add_lora(model, Lora())
     assert adapted(add_lora(model, Lora(targets=("0",)))) == {"0"}
@@ -133,7 +130,6 @@ def test_a_kind_that_peft_does_not_know_needs_targets():
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-
     with pytest.raises(MissingExtraError, match=r"^the package 'peft' is not installed; .*'torch-lockstep\[text\]'$"):
         add_lora(nn.Linear(2, 2), Lora(targets=("0",)))
 
@@ -142,7 +138,6 @@ def test_a_head_that_is_trained_in_full_is_float32_between_bf16_weights(bert: An
     model = add_lora(bert.to(torch.bfloat16), Lora(r=2), task="SEQ_CLS")
     logits = model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits
     logits.sum().backward()
-
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any("classifier" in name for name in trained)
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}

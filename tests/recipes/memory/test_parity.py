@@ -101,7 +101,6 @@ def assert_equal_to_one_device(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("replicas", partly_slow([2, 4], 4))
 def test_adapters_learn_as_on_one_device(fronts: Any, make_strategy: MakeStrategy, front: str, replicas: int):
     ours = fronts.on(make_strategy(replicas), fronts.Case(), front)
-
     assert_equal_to_one_device(ours, by_hand())
 
 
@@ -109,7 +108,6 @@ def test_adapters_learn_as_on_one_device(fronts: Any, make_strategy: MakeStrateg
 @pytest.mark.parametrize("mode", partly_slow(MODES, "reentrant"))
 def test_checkpointing_changes_no_number(fronts: Any, make_strategy: MakeStrategy, front: str, mode: str):
     ours = fronts.on(make_strategy(2), fronts.Case(checkpointing=mode), front)
-
     assert_equal_to_one_device(ours, by_hand())
 
 
@@ -133,7 +131,6 @@ def test_bf16_in_the_forward_pass_is_as_on_one_device_and_the_same_in_every_run(
     # Reentrant checkpointing casts inputs of layers twice or once, as another replica's end of autocast falls.
     case = fronts.Case(**BF16, checkpointing="reentrant")
     first, second = (fronts.on(make_strategy(4), case, front) for _ in range(2))
-
     assert far(first.after, second.after) == 0
     assert_near_in_bf16(first, by_hand(**BF16))
 
@@ -141,7 +138,6 @@ def test_bf16_in_the_forward_pass_is_as_on_one_device_and_the_same_in_every_run(
 @pytest.mark.parametrize("front", FRONTS)
 def test_frozen_bf16_weights_stay_to_the_bit(fronts: Any, make_strategy: MakeStrategy, front: str):
     ours = fronts.on(make_strategy(2), fronts.Case(dtype=torch.bfloat16), front)
-
     assert_near_in_bf16(ours, by_hand(dtype=torch.bfloat16))
 
 
@@ -190,7 +186,6 @@ def assert_near_in_bf16(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("name", [*FRONTS, "frozen ones in the optimizer", "checkpointing", "reentrant checkpointing"])
 def test_two_workers_learn_as_one_device(workers: dict[str, Any], name: str):
     theirs = by_hand(all_parameters=True) if name.startswith("frozen") else by_hand()
-
     assert_equal_to_one_device(workers[name], theirs)
 
 
@@ -198,7 +193,6 @@ def test_two_workers_learn_as_one_device(workers: dict[str, Any], name: str):
 @pytest.mark.workers
 def test_on_two_workers_checkpointing_draws_the_same_masks_again(workers: dict[str, Any]):
     plain, *others = (workers[name].after for name in workers if name.startswith("masks"))
-
     assert [far(plain, other) for other in others] == [0, 0]
     assert far(plain, by_hand().after) > 1e-3
 
@@ -213,6 +207,5 @@ def test_the_fronts_differ_by_what_they_are_asked_to(fronts: Any):
     """Else the tests above would say nothing."""
     cases = [{}, {"lora": False}, {"dropout": 0.3}, {"dtype": torch.bfloat16}, BF16]
     ends = [by_hand(**case).after for case in cases]
-
     for one, other in itertools.combinations(ends, 2):
         assert one.keys() != other.keys() or far(one, other) > 1e-6

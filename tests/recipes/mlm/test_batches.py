@@ -52,9 +52,7 @@ def equal(left: MaskedBatches, right: MaskedBatches) -> bool:
 
 def test_every_row_comes_once_an_epoch_and_can_be_told_from_its_labels(rows: TokenRows, tokenizer: Any):
     data = batches(rows, tokenizer)
-
     found = [row for x, y in data for row in unmasked(x, y)]
-
     expected = [row.tolist() for row in rows.tokens.split(rows.lengths.tolist())]
     assert sorted(found) == sorted(expected)
     assert sorted(len(y) for _, y in data) == [12, *[16] * 8]
@@ -72,7 +70,6 @@ def test_all_tensors_of_a_batch_have_its_rows_in_dim_0(rows: TokenRows, tokenize
 
 def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, tokenizer: Any):
     data, same, other = (batches(rows, tokenizer, seed=seed) for seed in (7, 7, 8))
-
     assert equal(data, data)
     assert equal(data, same)
     assert not equal(data, other)
@@ -86,9 +83,7 @@ def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(tokenizer: 
     data = batches(TokenRows(encode(tokenizer, lines[:1], max_tokens=96)), tokenizer)
     (_, first) = next(iter(data))
     data.set_epoch(1)
-
     (_, second) = next(iter(data))
-
     assert first.shape == second.shape
     assert not torch.equal(first, second)
 
@@ -114,7 +109,6 @@ def test_the_published_order_is_drawn_once_through_a_buffer_and_masked_anew(rows
 
 def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, tokenizer: Any):
     special = torch.tensor([0, 1, 2, 3])
-
     for x, y in batches(rows, tokenizer):
         assert not torch.isin(y, special).any()
         valid = x["masked_positions"] != NO_POSITION
@@ -134,5 +128,4 @@ def test_full_padding_gives_every_batch_the_same_width(rows: TokenRows, tokenize
 
 def test_the_width_never_passes_the_sequence_length(tokenizer: Any, lines: list[str]):
     short = TokenRows(encode(tokenizer, lines, max_tokens=30))
-
     assert max(x["input_ids"].shape[1] for x, _ in batches(short, tokenizer, max_tokens=30)) == 30

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from tests.recipes.conftest import MakeConfig
 
 from lockstep_tools.recipes.mlm.train import (
     build_metrics,
@@ -13,13 +12,9 @@ from lockstep_tools.recipes.mlm.train import (
     num_updates,
 )
 
-if TYPE_CHECKING:
-    from tests.recipes.conftest import MakeConfig
-
 
 def test_the_parts_fit_together(tiny: MakeConfig):
     task = build_mlm(tiny())
-
     assert (len(task.train), len(task.valid), len(task.test)) == (8, 2, 2)
     assert len(task.tokenizer) == 400
     x, y = task.valid[0]
@@ -39,19 +34,15 @@ def test_the_seed_decides_weights_order_and_masks(tiny: MakeConfig):
 
 def test_the_callers_random_numbers_are_left_alone(tiny: MakeConfig):
     state = torch.get_rng_state()
-
     build_mlm(tiny())
-
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_validation_and_test_have_masks_of_their_own_that_stay(tiny: MakeConfig, lines: list[str]):
     task = build_mlm(tiny())
     before = [y.clone() for _, y in (*task.valid, *task.test)]
-
     task.train.set_epoch(3)
     list(task.train)
-
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, (*task.valid, *task.test), strict=True))
 
 
@@ -74,12 +65,10 @@ def test_fused_adam_takes_the_steps_of_the_plain_one(tiny: MakeConfig):
     config = tiny()
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2)]
     optimizers = [build_optimizer(config, weights[:1]), torch.optim.Adam(weights[1:], config.first_rate, foreach=False)]
-
     for _ in range(5):
         for weight, optimizer in zip(weights, optimizers, strict=True):
             weight.grad = weight.detach() ** 2
             optimizer.step()
-
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 

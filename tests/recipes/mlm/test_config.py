@@ -11,7 +11,6 @@ from lockstep_tools.recipes.mlm.config import MlmConfig
 
 def test_the_recipe_is_the_published_workload():
     config = MlmConfig()
-
     sizes = (config.layers, config.hidden, config.heads, config.feed_forward, config.vocabulary, config.dropout)
     assert sizes == (2, 128, 2, 512, 30522, 0.1)
     assert (config.batch_size, config.epochs, config.patience, config.sequence_length) == (128, 5, 2, 512)
@@ -34,7 +33,6 @@ def test_the_published_order_shuffles_500_lines_together_and_sorts_none():
 
 def test_every_field_is_documented():
     documentation = inspect.getdoc(MlmConfig) or ""
-
     assert [f.name for f in dataclasses.fields(MlmConfig) if f"\n    {f.name}: " not in documentation] == []
 
 

@@ -2,18 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.recipes.conftest import MakeConfig
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes import exactness
 from lockstep_tools.recipes.mlm.train import check_exactness
-
-if TYPE_CHECKING:
-    from tests.recipes.conftest import MakeConfig
 
 SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.recipes.conftest import MakeConfig
 
+from lockstep.config import LogicalDevice
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.mlm.examples import constant_answer, fill_tokens
 from lockstep_tools.recipes.mlm.model import IGNORED_LABEL
 from lockstep_tools.recipes.mlm.train import build_mlm
 from lockstep_tools.recipes.training import compile_task
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.recipes.conftest import MakeConfig
-
-    from lockstep.config import LogicalDevice
 
 
 def test_the_constant_answer_is_the_most_frequent_token_of_the_training_text(tiny: MakeConfig):
@@ -28,9 +23,7 @@ def test_the_constant_answer_is_the_most_frequent_token_of_the_training_text(tin
     tokens = [token for line in task.text.train for token in task.tokenizer(line, truncation=True)["input_ids"][1:-1]]
     answer = Counter(tokens).most_common(1)[0][0]
     hidden = [label for _, labels in task.test for label in labels.flatten().tolist() if label != IGNORED_LABEL]
-
     constant = constant_answer(task.train, task.test, task.tokenizer)
-
     assert constant.token == task.tokenizer.convert_ids_to_tokens(answer)
     assert constant.accuracy == pytest.approx(hidden.count(answer) / len(hidden))
     assert constant.chance == 1 / len(task.tokenizer)
@@ -83,5 +76,4 @@ def test_no_line_has_nothing_to_fill_in(tiny: MakeConfig):
     task = build_mlm(tiny())
     with closing(MirroredStrategy(seed=0)) as strategy:
         filled = fill_tokens(compile_task(task, strategy), [], task.tokenizer, most_frequent=7)
-
     assert (filled.hidden, filled.right, filled.surest) == (0, 0, ())

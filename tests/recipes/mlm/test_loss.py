@@ -28,10 +28,8 @@ def test_total_and_gradient_are_those_of_torch(count: int):
     logits, targets = drawn(count)
     expected = F.cross_entropy(logits, targets, reduction="sum")
     (gradient,) = torch.autograd.grad(3 * expected, logits)
-
     total, number = masked_token_loss(logits, padded(targets))
     (3 * total).backward()
-
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert int(number) == count
     torch.testing.assert_close(logits.grad, gradient, rtol=1e-5, atol=1e-6)
@@ -39,9 +37,7 @@ def test_total_and_gradient_are_those_of_torch(count: int):
 
 def test_a_hopeless_token_costs_its_distance_and_no_infinity():
     logits, targets = drawn(8, scale=500.0)
-
     total, _ = masked_token_loss(logits, padded(targets))
-
     assert total.item() == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-6)
     assert total.item() > 1000
 
@@ -49,10 +45,8 @@ def test_a_hopeless_token_costs_its_distance_and_no_infinity():
 def test_half_precision_logits_are_summed_in_single_precision():
     logits, targets = drawn(20)
     half = logits.detach().bfloat16().requires_grad_()
-
     total, _ = masked_token_loss(half, padded(targets))
     total.backward()
-
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(F.cross_entropy(half.float(), targets, reduction="sum").item(), rel=1e-6)
     assert half.grad is not None
@@ -61,36 +55,28 @@ def test_half_precision_logits_are_summed_in_single_precision():
 
 def test_without_gradients_the_total_is_the_same():
     logits, targets = drawn(20)
-
     with torch.no_grad():
         total, _ = masked_token_loss(logits.detach(), padded(targets))
-
     assert total.item() == masked_token_loss(logits, padded(targets))[0].item()
 
 
 def test_the_logits_are_left_for_the_metrics():
     logits, targets = drawn(20)
     before = logits.detach().clone()
-
     masked_token_loss(logits, padded(targets))[0].backward()
-
     assert torch.equal(logits, before)
 
 
 def test_nothing_masked_is_a_total_of_zero_that_can_be_differentiated():
     logits = torch.zeros(0, VOCABULARY, requires_grad=True)
-
     total, count = masked_token_loss(logits, torch.full((3, 2), IGNORED_LABEL))
     total.backward()
-
     assert (float(total.detach()), int(count)) == (0.0, 0)
 
 
 def test_a_logit_that_is_no_number_shows_in_the_total():
     logits, targets = drawn(20)
-
     total, _ = masked_token_loss(logits.detach().index_fill(0, torch.tensor([7]), float("nan")), padded(targets))
-
     assert total.isnan()
 
 
@@ -98,7 +84,6 @@ def test_a_second_backward_is_refused():
     logits, targets = drawn(4)
     total, _ = masked_token_loss(logits, padded(targets))
     total.backward(retain_graph=True)
-
     with pytest.raises(
         UsageError, match=r"backward was called twice through one masked-token loss; compute the loss again"
     ):

@@ -35,16 +35,13 @@ def masked(tokens: Tensor, eligible: Tensor, *, config: MlmConfig | None = None,
 def test_each_row_has_the_number_of_masked_tokens_that_bert_gives_it():
     lengths = list(range(1, 700))
     expected = [min(96, max(1, round(length * 0.15))) for length in lengths]
-
     tokens, eligible = rows_of(lengths, 701)
-
     assert masked_counts(torch.tensor(lengths), MlmConfig()).tolist() == expected
     assert (masked(tokens, eligible).positions != NO_POSITION).sum(dim=1).tolist() == expected
 
 
 def test_the_number_is_capped_and_never_above_the_tokens_there_are():
     config = MlmConfig(mask_fraction=0.9, max_masked=5)
-
     assert masked_counts(torch.tensor([0, 1, 4, 100]), config).tolist() == [0, 1, 4, 5]
 
 
@@ -65,9 +62,7 @@ def test_only_eligible_tokens_are_chosen_each_once_in_ascending_order():
 def test_all_other_tokens_stay_as_they_are():
     tokens, eligible = rows_of([30, 3, 11], 32)
     before = tokens.clone()
-
     result = masked(tokens, eligible)
-
     untouched = torch.ones_like(tokens, dtype=torch.bool)
     for row, positions in enumerate(result.positions):
         untouched[row, positions[positions != NO_POSITION]] = False
@@ -93,18 +88,14 @@ def test_of_the_chosen_80_percent_are_masked_10_random_10_kept():
 
 def test_every_eligible_position_is_equally_likely():
     tokens, eligible = rows_of([20] * 20_000, 22)
-
     positions = masked(tokens, eligible).positions
-
     frequencies = torch.bincount(positions.flatten(), minlength=22)[1:21] / 20_000
     assert torch.allclose(frequencies, torch.tensor(3 / 20), atol=0.012)
 
 
 def test_the_generator_alone_decides():
     tokens, eligible = rows_of([50] * 8, 64)
-
     first, again, other = (masked(tokens, eligible, seed=seed) for seed in (3, 3, 4))
-
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first.positions, other.positions)
     state = torch.get_rng_state()
@@ -115,6 +106,5 @@ def test_the_generator_alone_decides():
 def test_no_rows_and_rows_without_tokens_have_nothing_masked():
     nothing = masked(*rows_of([], 8))
     special_only = masked(*rows_of([0, 0], 8))
-
     assert nothing.positions.shape == (0, 0)
     assert special_only.labels.shape == (2, 0)

@@ -27,9 +27,7 @@ def test_the_states_of_replicas_are_added_up():
     copies = [MaskedTokenAccuracy() for _ in range(3)]
     copies[0].update(torch.eye(4), torch.tensor([[0, -100, 1], [3, 3, -100]]))
     copies[2].update(torch.eye(4)[:2], torch.tensor([[0, 1, -100]]))
-
     merged = merge_metrics(copies, [states_of(each) for each in copies])
-
     assert (int(merged.correct), int(merged.masked)) == (5, 6)
     assert float(merged.compute()) == pytest.approx(5 / 6)
     assert (int(copies[0].correct), int(copies[0].masked)) == (3, 4)
@@ -40,7 +38,6 @@ def test_a_reset_metric_counts_from_zero():
     metric.update(torch.eye(4), torch.tensor([[0, -100, 1], [3, 3, -100]]))
     metric.reset()
     metric.update(torch.eye(4)[:1], torch.tensor([[1]]))
-
     assert (float(metric.compute()), metric.update_count) == (0.0, 1)
 
 
@@ -48,7 +45,6 @@ def test_a_batch_without_masked_tokens_changes_nothing():
     metric = MaskedTokenAccuracy()
     metric.update(torch.zeros(0, 4), torch.full((2, 1), -100))
     assert metric.compute().isnan()
-
     metric.update(torch.eye(4)[:1], torch.tensor([[0]]))
     assert float(metric.compute()) == pytest.approx(1.0)
 
@@ -56,5 +52,4 @@ def test_a_batch_without_masked_tokens_changes_nothing():
 def test_logits_of_every_slot_count_where_there_is_a_label():
     metric = MaskedTokenAccuracy()
     metric.update(torch.eye(4)[torch.tensor([[0, 2, 1], [3, 0, 0]])], torch.tensor([[0, -100, 1], [3, 3, -100]]))
-
     assert (int(metric.correct), int(metric.masked)) == (3, 4)

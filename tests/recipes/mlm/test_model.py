@@ -29,13 +29,11 @@ def model() -> MaskedLanguageModel:
 
 def test_bert_tiny_has_the_published_number_of_parameters():
     model = new_bert(MlmConfig())
-
     assert sum(parameter.numel() for parameter in model.bert.parameters()) == 4_385_920
 
 
 def test_only_the_pooler_is_frozen(model: MaskedLanguageModel):
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-
     assert frozen == ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
 
 
@@ -56,11 +54,9 @@ def test_logits_are_those_of_transformers_at_the_masked_positions(model: MaskedL
 def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(model: MaskedLanguageModel):
     tokens, attention_mask = inputs()
     packed = model(tokens, attention_mask, POSITIONS)
-
     model.static_shapes = True
     with HostSyncs() as reads:
         every = model(tokens, attention_mask, POSITIONS)
-
     assert every.shape == (3, 3, 60)
     torch.testing.assert_close(every[POSITIONS != NO_POSITION], packed)
     assert reads.syncs == []
@@ -68,10 +64,8 @@ def test_a_static_model_gives_every_slot_logits_and_looks_at_no_input(model: Mas
 
 def test_without_positions_it_is_asked_about_every_token(model: MaskedLanguageModel):
     tokens, attention_mask = inputs()
-
     everywhere = model(tokens, attention_mask)
     handed = model(inputs_embeds=model.bert.embeddings.word_embeddings(tokens), attention_mask=attention_mask)
-
     assert everywhere.shape == (3, 8, 60)
     torch.testing.assert_close(everywhere[0, 1], model(tokens, attention_mask, POSITIONS)[0])
     torch.testing.assert_close(handed, everywhere)
@@ -81,9 +75,7 @@ def test_the_vocabulary_projection_sees_masked_tokens_only(model: MaskedLanguage
     seen: list[torch.Size] = []
     decoder = model.cls["predictions"].decoder
     decoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-
     model(*inputs(), POSITIONS)
-
     assert seen == [torch.Size([6, 16])]
 
 
@@ -95,10 +87,8 @@ def test_word_embeddings_and_projection_are_one_weight_also_in_a_copy(model: Mas
 
 def test_an_empty_shard_gives_no_logits_and_zero_gradients(model: MaskedLanguageModel):
     empty = torch.zeros(0, 8, dtype=torch.int64)
-
     logits = model(empty, empty, torch.zeros(0, 3, dtype=torch.int64))
     logits.sum().backward()
-
     assert logits.shape == (0, 60)
     gradient = model.bert.embeddings.word_embeddings.weight.grad
     assert gradient is not None
@@ -111,5 +101,4 @@ def test_rows_without_masked_tokens_give_no_logits(model: MaskedLanguageModel):
 
 def test_dropout_is_as_asked_for():
     model = new_bert(replace(SMALL, dropout=0.25))
-
     assert {part.p for part in model.modules() if isinstance(part, nn.Dropout)} == {0.25}

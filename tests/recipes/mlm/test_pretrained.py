@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.recipes.conftest import MakeConfig
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
@@ -13,9 +13,6 @@ from lockstep_tools.recipes.mlm.batches import special_tokens
 from lockstep_tools.recipes.mlm.model import load_pretrained
 from lockstep_tools.recipes.mlm.train import build_mlm
 from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
-
-if TYPE_CHECKING:
-    from tests.recipes.conftest import MakeConfig
 
 
 @pytest.fixture
@@ -49,7 +46,6 @@ def complaint(name: str | Path) -> str:
 def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
     module, tokenizer = load_pretrained(str(folder), dropout=0.2)
     theirs = BertForMaskedLM.from_pretrained(folder)
-
     state = module.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in theirs.state_dict().items())
     assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id) == (450, 0, 4)
@@ -59,9 +55,7 @@ def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
 
 def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeConfig):
     config = tiny(pretrained=str(folder), learning_rate=None, layers=2, hidden=128, feed_forward=512, vocabulary=30522)
-
     task = build_mlm(config)
-
     x, y = task.valid[0]
     assert task.module(**x).shape == (int((y != -100).sum()), 500)
     assert len(task.tokenizer) == 450
@@ -75,12 +69,10 @@ def test_a_size_given_beside_them_is_ignored_with_a_warning(folder: Path, tiny: 
 
 def test_lines_are_cut_off_at_the_positions_it_has(folder: Path, tiny: MakeConfig):
     edit(folder, max_position_embeddings=40)
-
     with pytest.raises(ConfigError, match=r"could not be loaded"):  # the weights have 512 positions
         load(folder)
     BertModel(BertConfig.from_pretrained(folder)).save_pretrained(folder)
     task = build_mlm(tiny(pretrained=str(folder), hidden=128, layers=2, feed_forward=512, vocabulary=30522))
-
     assert max(x["input_ids"].shape[1] for x, _ in task.train) == 40
 
 
@@ -100,19 +92,16 @@ def test_a_folder_without_a_model(tmp_path: Path):
 def test_torn_weights(folder: Path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-
     assert "could not be loaded (SafetensorError: " in complaint(folder)
 
 
 def test_a_model_of_another_kind(tmp_path: Path):
     GPT2Config().save_pretrained(tmp_path)
-
     assert "is a model of type 'gpt2', expected a BERT" in complaint(tmp_path)
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path, lines: list[str]):
     train_wordpiece(lines, WordPieceSettings(vocabulary=600)).save(str(folder / "tokenizer.json"))
-
     assert "has 500 embeddings for a tokenizer of 600 tokens; give" in complaint(folder)
 
 
@@ -120,5 +109,4 @@ def test_a_tokenizer_that_cannot_mask(folder: Path, lines: list[str]):
     PreTrainedTokenizerFast(
         tokenizer_object=train_wordpiece(lines, WordPieceSettings(vocabulary=450)), pad_token="[PAD]"
     ).save_pretrained(folder)
-
     assert "has a tokenizer without a mask or padding token" in complaint(folder)

@@ -7,9 +7,10 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.recipes.conftest import MakeConfig
 
 import lockstep as ls
 from lockstep.config import LogicalDevice
@@ -17,9 +18,6 @@ from lockstep.errors import CheckpointError
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.mlm.config import MlmConfig
 from lockstep_tools.recipes.mlm.train import train_mlm
-
-if TYPE_CHECKING:
-    from tests.recipes.conftest import MakeConfig
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +64,6 @@ def bits(folder: Path, name: str) -> bytes:
 def test_replicas_go_on_at_the_very_sample(order: Any, config: MlmConfig, split_cpu: SplitCpu, tmp_path: Path):
     devices, config = list(split_cpu(2)), replace(config, order=order)
     undisturbed, resumed = thrice(config, lambda: MirroredStrategy(devices, seed=0), tmp_path)
-
     assert resumed["history"] == undisturbed["history"]
     assert resumed["test"] == undisturbed["test"]
     assert resumed["batches"] == DONE
@@ -106,7 +103,6 @@ def test_workers_go_on_at_the_very_sample(tensor: int, order: Any, config: MlmCo
     config = replace(config, order=order)
     job = partial(_called, str(Path(__file__)))
     undisturbed, resumed = ls.launch(job, workers=2, args=(config, tmp_path, tensor), timeout_s=250)
-
     assert resumed["history"] == undisturbed["history"]
     assert resumed["test"] == undisturbed["test"]
     assert resumed["batches"] == DONE

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.recipes.conftest import MakeConfig
 from tests.stand_in import stand_in_gpus
 from transformers import AutoTokenizer, BertForMaskedLM
 
@@ -14,9 +14,6 @@ from lockstep.config import LogicalDevice
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 from lockstep_tools.recipes.mlm.train import build_mlm, train_mlm
-
-if TYPE_CHECKING:
-    from tests.recipes.conftest import MakeConfig
 
 SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
 
@@ -48,11 +45,9 @@ def test_two_replicas_learn_and_are_tested(tiny: MakeConfig, pair: MirroredStrat
 @pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, pair: MirroredStrategy, split_cpu: SplitCpu):
     config = tiny(epochs=1)
-
     first = train_mlm(config, pair, verbose=0)
     with closing(MirroredStrategy(list(pair.devices), seed=0)) as again:
         second = train_mlm(config, again, verbose=0)
-
     assert first.history.history == second.history.history
     assert first.test_metrics == second.test_metrics
 
@@ -62,7 +57,6 @@ def test_training_stops_when_validation_no_longer_improves(tiny: MakeConfig, pai
     # A rate this small moves no float32 weight, so the second epoch cannot beat the first.
     stopped = train_mlm(tiny(epochs=4, learning_rate=1e-30, patience=1, patience_updates=0), pair, verbose=0)
     patient = train_mlm(tiny(epochs=3, learning_rate=1e-30, patience=0), pair, verbose=0)
-
     assert len(stopped.history.epoch) == 2
     assert len(patient.history.epoch) == 3
 

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.recipes.reviews.conftest import MakeConfig
 from transformers import BertConfig, BertForSequenceClassification
 
 from lockstep.errors import ConfigError
 from lockstep_tools.recipes.reviews.task import build_collator, build_reviews, class_names
-
-if TYPE_CHECKING:
-    from tests.recipes.reviews.conftest import MakeConfig
 
 
 @pytest.fixture
@@ -25,7 +22,6 @@ def saved(tiny: MakeConfig, tmp_path: Path) -> Path:
 
 def test_a_task_has_all_parts_and_a_model_of_the_config(tiny: MakeConfig):
     task = build_reviews(tiny())
-
     assert [len(part) for part in (task.train, task.valid, task.test)] == [80, 10, 10]
     assert task.names == ("差评！", "好评！")
     assert isinstance(task.model, BertForSequenceClassification)
@@ -39,15 +35,12 @@ def test_the_same_config_gives_the_same_weights_whatever_was_drawn_before(tiny: 
     first = build_reviews(tiny()).model.state_dict()
     torch.rand(1)
     second = build_reviews(tiny()).model.state_dict()
-
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def test_batches_are_padded_to_a_multiple_of_eight(tiny: MakeConfig):
     task = build_reviews(tiny())
-
     batch = build_collator(task)([task.train[n] for n in range(4)])
-
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert batch["input_ids"].shape == (4, 8)
     assert torch.equal(batch["attention_mask"].bool(), batch["input_ids"] != task.tokenizer.pad_token_id)
@@ -56,7 +49,6 @@ def test_batches_are_padded_to_a_multiple_of_eight(tiny: MakeConfig):
 def test_tokens_are_hidden_in_training_alone(tiny: MakeConfig):
     task = build_reviews(tiny(hide=0.9))
     mask = task.tokenizer.mask_token_id
-
     assert any(mask in task.train[n]["input_ids"] for n in range(5))
     assert not any(mask in part[n]["input_ids"] for part in (task.valid, task.test) for n in range(10))
 
@@ -64,7 +56,6 @@ def test_tokens_are_hidden_in_training_alone(tiny: MakeConfig):
 def test_a_pretrained_model_brings_its_size_and_tokenizer(tiny: MakeConfig, saved: Path):
     with pytest.warns(UserWarning, match="without effect, .*: vocabulary, layers, hidden, feed_forward, dropout"):
         task = build_reviews(tiny(pretrained=str(saved), seed=1, max_tokens=500))
-
     theirs = BertForSequenceClassification.from_pretrained(saved)
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in task.model.state_dict().items())
     assert max(len(task.train[n]["input_ids"]) for n in range(80)) <= theirs.config.max_position_embeddings
@@ -73,10 +64,8 @@ def test_a_pretrained_model_brings_its_size_and_tokenizer(tiny: MakeConfig, save
 def test_a_pretrained_head_of_other_classes_is_drawn_anew(tiny: MakeConfig, saved: Path, tmp_path: Path):
     three = tmp_path / "three.csv"
     three.write_text("label,review\n" + "".join(f"{n % 3},房间{n}\n" for n in range(30)), encoding="utf-8")
-
     with pytest.warns(UserWarning, match="without effect"):
         task = build_reviews(tiny(pretrained=str(saved), data=three, names="坏,中,好"))
-
     assert task.model.config.id2label == {0: "坏", 1: "中", 2: "好"}
     assert task.model.classifier.weight.shape == (3, 16)
 
@@ -86,7 +75,6 @@ def test_lora_trains_few_parameters_and_warns_of_random_weights(tiny: MakeConfig
         new = build_reviews(tiny(lora="r=2"))
     with pytest.warns(UserWarning, match="without effect"):
         old = build_reviews(tiny(lora="r=2", pretrained=str(saved)))
-
     for task in (new, old):
         trained = {name for name, parameter in task.model.named_parameters() if parameter.requires_grad}
         assert all("lora" in name or "classifier" in name for name in trained)
@@ -96,7 +84,6 @@ def test_tokens_without_an_embedding_are_refused(tiny: MakeConfig, saved: Path):
     BertForSequenceClassification(
         BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     ).save_pretrained(saved)
-
     with (
         pytest.warns(UserWarning, match="without effect"),
         pytest.raises(ConfigError, match="has 9 embeddings"),

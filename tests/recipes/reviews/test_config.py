@@ -18,7 +18,6 @@ def test_the_recipe_leaves_nothing_to_fill_in():
 
 def test_what_is_done_about_memory_is_one_object():
     memory = ReviewsConfig(lora="r=4,targets=query", pretrained="bert", gradient_checkpointing=True).memory
-
     assert memory.gradient_checkpointing
     assert memory.lora is not None
     assert (memory.lora.r, memory.lora.targets) == (4, ("query",))
@@ -44,5 +43,4 @@ def test_what_is_done_about_memory_is_one_object():
 def test_a_bad_value_is_refused(settings: dict, said: str):
     with pytest.raises(ConfigError) as raised:
         replace(ReviewsConfig(), **settings)
-
     assert said in str(raised.value)

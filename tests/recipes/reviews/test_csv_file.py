@@ -54,7 +54,6 @@ def test_words_for_missing_values_are_those_of_load_dataset(path: Path, tmp_path
 
 def test_a_word_for_a_missing_value_is_a_review_if_asked_for_and_never_a_label(path: Path):
     path.write_text("label,review\n1,NA\n0,x\nNA,null\n", encoding="utf-8")
-
     assert read_table(ReviewsConfig(data=path)).missing == {"NA": 1, "null": 1}
     with pytest.raises(DataError, match="line 4: the label 'NA' is not an integer, expected one for each class"):
         read_table(ReviewsConfig(data=path, keep_na=True))
@@ -64,7 +63,6 @@ def test_a_word_for_a_missing_value_is_a_review_if_asked_for_and_never_a_label(p
 
 def test_other_columns_and_any_order_do_no_harm(path: Path):
     path.write_text('date,review ,label\n1月,"好, 很好",1\n', encoding="utf-8")
-
     assert read_csv(path).reviews == (Review(text="好, 很好", label=1),)
 
 
@@ -81,7 +79,6 @@ def test_other_columns_and_any_order_do_no_harm(path: Path):
 )
 def test_a_file_of_another_encoding_or_with_a_byte_order_mark_is_read(path: Path, written: str, read: str):
     path.write_text("label,review\r\n1,很好\r\n", encoding=written)
-
     assert read_csv(path, encoding=read).reviews == (Review(text="很好", label=1),)
 
 
@@ -118,10 +115,8 @@ def test_a_file_of_another_encoding_or_with_a_byte_order_mark_is_read(path: Path
 )
 def test_what_cannot_be_read_is_named_with_its_line(content: str, said: str, path: Path):
     path.write_text(content, encoding="utf-8")
-
     with pytest.raises(DataError) as raised:
         read_csv(path)
-
     assert said in str(raised.value)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -130,7 +125,6 @@ def test_what_cannot_be_read_is_named_with_its_line(content: str, said: str, pat
 @pytest.mark.parametrize("encoding", ["utf-8", "utf8mb4"])
 def test_a_wrong_encoding_is_refused_with_the_flag_that_helps(encoding: str, path: Path):
     path.write_bytes("label,review\n1,a\n1,很好\n".encode("gb18030"))
-
     with pytest.raises(DataError, match=f"expected CSV in {encoding}; correct --data, or give the --encoding, such as"):
         read_csv(path, encoding=encoding)
 
@@ -160,7 +154,6 @@ def test_a_file_of_another_format_is_told_by_its_first_bytes(
     written: Callable[[str], bytes], said: str, path: Path
 ) -> None:
     path.write_bytes(written("label,review\n1,很好\n"))
-
     with pytest.raises(DataError, match=said):
         read_csv(path)
 
@@ -168,7 +161,6 @@ def test_a_file_of_another_format_is_told_by_its_first_bytes(
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_the_encoding_that_is_named_reads_the_file(encoding: str, path: Path) -> None:
     path.write_bytes("label,review\n1,很好\n".encode(encoding))
-
     assert read_csv(path, encoding=encoding).reviews == (Review(text="很好", label=1),)
 
 

@@ -20,7 +20,6 @@ def orders(*, batch_size: int = 8, window: int = 100) -> list[list[int]]:
 
 def test_every_row_comes_once_in_another_order_each_epoch_and_again_the_same():
     first, second, again = orders()
-
     assert sorted(first) == sorted(second) == list(range(70))
     assert first != second
     assert first == again
@@ -31,14 +30,12 @@ def test_batches_hold_rows_of_like_length_and_the_short_one_is_last():
         order, _, _ = orders(batch_size=batch_size)
         spans = [{LENGTHS[row] for row in order[n : n + batch_size]} for n in range(0, 70, batch_size)]
         lengths = torch.tensor([float(max(span)) for span in spans])
-
         assert all(max(span) - min(span) <= batch_size // 4 + 1 for span in spans)
         assert lengths.tolist() != sorted(lengths.tolist())
 
 
 def test_a_window_of_one_batch_does_not_sort():
     order, _, _ = orders(window=1)
-
     assert all(max(span) - min(span) > 5 for span in [[LENGTHS[row] for row in order[n : n + 8]] for n in (0, 8, 16)])
 
 
@@ -46,7 +43,5 @@ def test_the_rows_hear_of_the_epoch():
     rows = ReviewRows([[2, *range(10, 60), 3]], [0], hide=0.5, mask_id=4)
     order = LengthGroupedSampler(rows, batch_size=1, window=1, seed=0)
     before = rows[0]
-
     order.set_epoch(1)
-
     assert rows[0] != before

@@ -5,25 +5,21 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.recipes.reviews.conftest import MakeConfig
 from transformers import TrainerCallback, pipeline
 from transformers.utils import logging
 
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteLossError
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import build_reviews
 from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, newest_checkpoint, train_reviews
 from lockstep_tools.recipes.training import ResumeCheck
-
-if TYPE_CHECKING:
-    from tests.recipes.reviews.conftest import MakeConfig
-
-    from lockstep.strategies.mirrored import MirroredStrategy
 
 MakeStrategy = Callable[..., "MirroredStrategy"]
 
@@ -79,9 +75,7 @@ def test_the_best_epoch_is_tested_and_not_the_last(
 @pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strategy: MakeStrategy):
     config = tiny(epochs=1, dropout=0.3, hide=0.3)
-
     first, second = (train(config, make_strategy(2)) for _ in range(2))
-
     assert first.history.history == second.history.history
     assert first.test_metrics == second.test_metrics
 
@@ -177,9 +171,7 @@ def test_transformers_says_as_much_as_before_and_nothing_is_left_without_places(
     tiny: MakeConfig, make_strategy: MakeStrategy, capfd: pytest.CaptureFixture[str]
 ):
     level = logging.get_verbosity()
-
     train(tiny(epochs=1), make_strategy(1))
-
     assert capfd.readouterr() == ("", "")
     assert logging.get_verbosity() == level
     assert logging.is_progress_bar_enabled()

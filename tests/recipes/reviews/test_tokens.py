@@ -27,14 +27,12 @@ def test_a_new_tokenizer_is_one_that_transformers_saves_and_loads(rows: list[tup
 
 def test_rows_are_what_a_collator_takes():
     rows = ReviewRows(ENCODED, [1, 0, 1])
-
     assert rows[1] == {"input_ids": [2, 20, 3], "attention_mask": [1, 1, 1], "labels": 0}
     assert rows.lengths.tolist() == [5, 3, 4]
 
 
 def test_rows_can_be_sorted_by_length():
     in_order = ReviewRows(ENCODED, [1, 0, 1]).sorted_by_length()
-
     assert in_order.lengths.tolist() == [3, 4, 5]
     assert [in_order[n]["labels"] for n in range(3)] == [0, 1, 1]
 

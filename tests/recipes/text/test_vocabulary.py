@@ -35,9 +35,7 @@ def test_lines_become_rows_cut_off_with_their_end_token(tokenizer: Any, lines: l
 def test_rows_are_padded_in_the_order_asked_for(tokenizer: Any):
     texts = ["a statement", "an expression is evaluated", "x"]
     rows = TokenRows(encode(tokenizer, texts, max_tokens=64))
-
     tokens, real = rows.padded(torch.tensor([2, 0]), width=16, pad_id=0)
-
     assert [tokenizer.decode(row, skip_special_tokens=True) for row in tokens] == ["x", "a statement"]
     assert real.sum(dim=1).tolist() == rows.lengths[[2, 0]].tolist()
     assert tokens.dtype == torch.int64

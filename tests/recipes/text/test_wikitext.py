@@ -67,33 +67,27 @@ def test_a_file_instead_of_a_folder_is_named(text_folder: Path):
 
 def test_a_missing_part_is_named(text_folder: Path, tmp_path: Path):
     (tmp_path / "wiki.train.tokens").write_bytes((text_folder / "wiki.train.tokens").read_bytes())
-
     assert "has no file for *.valid.tokens or *.valid.raw, expected one" in complaint(tmp_path)
 
 
 def test_two_files_for_one_part_are_named(tmp_path: Path):
     for name in ("a.train.tokens", "a.train.raw"):
         (tmp_path / name).touch()
-
     assert "has a.train.raw and a.train.tokens for *.train.tokens or *.train.raw, expected one" in complaint(tmp_path)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "wiki.train.tokens").mkdir()
-
     assert "wiki.train.tokens' cannot be read as UTF-8" in complaint(tmp_path)
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_line(tmp_path: Path):
     (tmp_path / "wiki.train.tokens").write_bytes(b"abc\nab\xff\n")
-
     said = complaint(tmp_path)
-
     assert "wiki.train.tokens' cannot be read as UTF-8 in line 2: 'utf-8' codec can't decode byte 0xff" in said
 
 
 @pytest.mark.parametrize(("content", "lines"), [("short\n" * 1200, "1,200"), ("", "0")])
 def test_a_file_without_a_long_line_is_named(content: str, lines: str, tmp_path: Path):
     (tmp_path / "wiki.train.tokens").write_text(content)
-
     assert f"wiki.train.tokens' has {lines} lines, none of more than 100 bytes; join the" in complaint(tmp_path)

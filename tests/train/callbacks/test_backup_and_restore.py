@@ -133,9 +133,7 @@ def test_sigterm_when_training_has_ended_goes_to_whom_it_belonged(
     model: Model, batches: Batches, tmp_path: Path, received: list[int]
 ):
     callbacks = [LambdaCallback(on_train_end=terminate), BackupAndRestore(tmp_path / "backup")]
-
     model.fit(batches, callbacks=callbacks, verbose=0)
-
     assert received == [signal.SIGTERM]
     model.fit(batches, callbacks=[BackupAndRestore(tmp_path / "backup")], verbose=0)  # nobody asks this one to end
 
@@ -176,9 +174,7 @@ def test_it_saves_as_often_as_told(
     saved: list[int] = []
     save: Callable[..., Path] = CheckpointManager.save
     monkeypatch.setattr(CheckpointManager, "save", lambda self, step: (saved.append(step), save(self, step))[1])
-
     model.fit(batches, epochs=2, callbacks=[BackupAndRestore(tmp_path / "b", freq, delete_checkpoint=False)], verbose=0)
-
     assert saved == steps
     assert not (tmp_path / "b").exists() or names(tmp_path / "b") == [f"step-{steps[-1]:08d}"]
 
@@ -188,9 +184,7 @@ def test_it_comes_after_the_others_wherever_it_stands(model: Model, tmp_path: Pa
     order: list[str] = []
     backup.on_epoch_end = lambda epoch, logs: order.append("BackupAndRestore")  # type: ignore[method-assign]
     stopping.on_epoch_end = lambda epoch, logs: order.append("EarlyStopping")  # type: ignore[method-assign]
-
     CallbackList([backup, stopping], model=model, params={}).call("on_epoch_end", 0)
-
     assert order == ["EarlyStopping", "BackupAndRestore"]
 
 
@@ -199,11 +193,9 @@ def test_states_go_back_to_callbacks_of_their_kind(model: Model):
     named = first.state_dict()
     assert named.keys() == {"EarlyStopping", "EarlyStopping 2"}
     second = [EarlyStopping(), LambdaCallback()]
-
     CallbackList(second, model=model, params={}).load_state_dict(
         {**named, "EarlyStopping": {**named["EarlyStopping"], "wait": 2, "best": 0.5}}
     )
-
     assert (second[0].wait, second[0].best) == (2, 0.5)  # type: ignore[attr-defined]
 
 
@@ -225,10 +217,8 @@ def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batc
     CheckpointManager(model.checkpoint(), tmp_path).save(1)
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000002" / "notes").write_text("of an experiment")
-
     with pytest.warns(UserWarning, match="step-00000002 is not a checkpoint"):
         model.fit(batches, epochs=3, callbacks=[BackupAndRestore(tmp_path, save_freq=4)], verbose=0)
-
     assert model.training_state.position.step > 4
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert (tmp_path / "step-00000002" / "notes").read_text() == "of an experiment"
@@ -237,9 +227,7 @@ def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batc
 @pytest.mark.usefixtures("session")
 def test_the_checkpoints_of_another_callback_stay(model: Model, batches: Batches, tmp_path: Path):
     kept = ModelCheckpoint(tmp_path, save_weights_only=False, save_freq=2, monitor="loss")
-
     model.fit(batches, epochs=2, callbacks=[kept, BackupAndRestore(tmp_path, save_freq=5)], verbose=0)
-
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -291,9 +279,7 @@ def test_the_working_directory_may_be_meant(
     model: Model, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-
     model.fit(batches, callbacks=[BackupAndRestore(".", save_freq=1)], verbose=0)
-
     assert names(tmp_path) == []
 
 
@@ -309,7 +295,6 @@ def test_the_backup_stays_as_long_as_the_result_may_be_unsaved(batches: Batches,
     module = fitted(tmp_path / "b", batches).module
     gc.collect()
     assert names(tmp_path / "b") == ["step-00000003"]
-
     del module
     gc.collect()
     assert not (tmp_path / "b").exists()
@@ -318,7 +303,6 @@ def test_the_backup_stays_as_long_as_the_result_may_be_unsaved(batches: Batches,
 def test_the_next_fit_does_not_take_an_ended_one_for_interrupted(batches: Batches, tmp_path: Path):
     first = fitted(tmp_path / "b", batches)
     second = fitted(tmp_path / "b", batches, save_freq=2)
-
     assert names(tmp_path / "b") == ["step-00000002"]
     assert second.training_state.run != first.training_state.run
 
@@ -391,17 +375,13 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_trained(
 ):
     trained: list[int] = []
     look = LambdaCallback(on_train_batch_begin=lambda batch, logs: trained.append(batch))
-
     with pytest.raises(CheckpointError, match=r"read only.* cannot be written to"):
         model.fit(batches, callbacks=[look, make(read_only)], verbose=0)
-
     assert trained == []
 
 
 def test_looking_whether_a_folder_can_be_written_to_leaves_nothing(model: Model, batches: Batches, tmp_path: Path):
     seen: list[list[str]] = []
     look = LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(names(tmp_path)))
-
     model.fit(batches[:1], callbacks=[BackupAndRestore(tmp_path / "a" / "b", save_freq=False), look], verbose=0)
-
     assert seen == [[]]

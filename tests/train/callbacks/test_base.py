@@ -10,7 +10,6 @@ from lockstep.train.callbacks.base import Logs
 
 def test_every_hook_of_keras_is_there_and_does_nothing():
     callback = Callback()
-
     for part in ("train", "test", "predict"):
         for edge in ("begin", "end"):
             getattr(callback, f"on_{part}_{edge}")({})

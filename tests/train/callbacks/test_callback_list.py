@@ -42,7 +42,6 @@ def test_hooks_are_called_in_order_and_everything_is_closed(model: Model):
     heard: list[Any] = []
     with CallbackList([Recorder("a", heard), Recorder("b", heard)], model=model, params={}) as callbacks:
         callbacks.call("on_epoch_end", 3, logs={"loss": 1.0})
-
     assert heard == [("a", 3, {"loss": 1.0}), ("b", 3, {"loss": 1.0}), ("a", "close"), ("b", "close")]
 
 
@@ -53,9 +52,7 @@ def test_a_missing_extra_is_not_called_a_fault_of_the_callback(model: Model):
 
 def test_the_model_and_the_parameters_are_handed_over(model: Model):
     callback = Callback()
-
     CallbackList([callback], model=model, params={"epochs": 3})
-
     assert callback.model is model
     assert callback.params == {"epochs": 3}
 
@@ -63,18 +60,14 @@ def test_the_model_and_the_parameters_are_handed_over(model: Model):
 def test_logs_changed_by_one_callback_do_not_reach_the_next(model: Model):
     heard: list[Any] = []
     vandal = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.clear())
-
     CallbackList([vandal, Recorder("a", heard)], model=model, params={}).call("on_epoch_end", 0, logs={"loss": 1.0})
-
     assert heard == [("a", 0, {"loss": 1.0})]
 
 
 def test_an_exception_names_the_callback_and_its_hook(model: Model):
     callbacks = CallbackList([Broken()], model=model, params={})
-
     with pytest.raises(CallbackError, match=r"callback Broken\.on_epoch_end raised KeyError: 'val_loss'") as raised:
         callbacks.call("on_epoch_end", 0)
-
     assert isinstance(raised.value.__cause__, KeyError)
 
 

@@ -25,9 +25,7 @@ def is_open(path: Path) -> bool:
 
 def test_every_epoch_is_a_line(model: Model, batches: Batches, tmp_path: Path):
     path = tmp_path / "logs" / "log.csv"
-
     history = model.fit(batches, validation_data=batches, epochs=2, callbacks=[CSVLogger(path, ";")], verbose=0)
-
     written = rows(path, ";")
     assert list(written[0]) == ["epoch", "learning_rate", "loss", "val_loss"]
     assert [row["epoch"] for row in written] == ["0", "1"]
@@ -40,17 +38,13 @@ def test_a_line_is_in_the_file_as_soon_as_its_epoch_ends(model: Model, batches: 
     path = tmp_path / "log.csv"
     lengths: list[int] = []
     look = LambdaCallback(on_epoch_end=lambda epoch, logs: lengths.append(len(rows(path))))
-
     model.fit(batches, epochs=2, callbacks=[CSVLogger(path), look], verbose=0)
-
     assert lengths == [1, 2]
 
 
 def test_an_epoch_without_validation_has_na(model: Model, batches: Batches, tmp_path: Path):
     path = tmp_path / "log.csv"
-
     model.fit(batches, validation_data=batches, epochs=2, validation_freq=2, callbacks=[CSVLogger(path)], verbose=0)
-
     assert [row["val_loss"] == "NA" for row in rows(path)] == [True, False]
 
 
@@ -60,9 +54,7 @@ def test_a_file_is_continued_or_written_anew(
 ):
     path = tmp_path / "log.csv"
     model.fit(batches, callbacks=[CSVLogger(path)], verbose=0)
-
     model.fit(batches, initial_epoch=1, epochs=2, callbacks=[CSVLogger(path, append=append)], verbose=0)
-
     assert [row["epoch"] for row in rows(path)] == epochs
 
 
@@ -70,9 +62,7 @@ def test_a_file_that_a_spreadsheet_has_saved_is_continued(model: Model, batches:
     path = tmp_path / "log.csv"
     model.fit(batches, callbacks=[CSVLogger(path)], verbose=0)
     path.write_text(path.read_text(), encoding="utf-8-sig", newline="\r\n")
-
     model.fit(batches, initial_epoch=1, epochs=2, callbacks=[CSVLogger(path, append=True)], verbose=0)
-
     with path.open(encoding="utf-8-sig", newline="") as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1"]
 
@@ -90,10 +80,8 @@ def test_the_file_is_whole_and_closed_however_fit_ends(
     model: Model, batches: Batches, tmp_path: Path, error: BaseException, raised: type[BaseException]
 ):
     path = tmp_path / "log.csv"
-
     with pytest.raises(raised):
         model.fit(batches, epochs=3, callbacks=[CSVLogger(path), stop_in_epoch_2(error)], verbose=0)
-
     assert [row["epoch"] for row in rows(path)] == ["0"]
     assert not is_open(path)
 

@@ -43,14 +43,12 @@ def play(model: Model, callback: EarlyStopping, values: list[float], name: str =
 )
 def test_it_stops_when_keras_would(model: Model, arguments: dict[str, Any], values: list[float], epochs: int):
     callback = EarlyStopping(**arguments)
-
     assert play(model, callback, values) == epochs
     assert callback.stopped_epoch == epochs - 1
 
 
 def test_an_instance_serves_several_runs(model: Model):
     callback = EarlyStopping()
-
     assert play(model, callback, [1.0, 2.0]) == 2
     assert play(model, callback, [5.0, 4.0, 3.0]) == 3
     assert callback.stopped_epoch == 0
@@ -74,9 +72,7 @@ def test_the_best_weights_come_back(model: Model):
 
 def test_without_asking_the_last_weights_stay(model: Model):
     before = model.module.weight.clone()
-
     play(model, EarlyStopping(), [1.0, 2.0])
-
     assert torch.equal(model.module.weight, before)
 
 
@@ -97,7 +93,6 @@ def test_a_fit_that_is_not_silent_says_that_it_was_stopped(
     model: Model, batches: list[tuple[Tensor, Tensor]], capsys: pytest.CaptureFixture[str]
 ):
     model.fit(batches, epochs=4, callbacks=[EarlyStopping("loss", mode="max")], verbose=2)
-
     lines = [line for line in capsys.readouterr().out.splitlines() if "early stopping" in line]
     assert len(lines) == 1
     assert lines[0].startswith("epoch 2: early stopping, best loss ")
@@ -132,7 +127,6 @@ def test_epochs_without_a_validation_are_passed_over(model: Model, batches: list
     history = model.fit(
         batches, validation_data=batches, epochs=5, callbacks=[EarlyStopping()], validation_freq=2, verbose=0
     )
-
     assert history.epoch == [0, 1, 2, 3, 4]
     assert len(history.history["val_loss"]) == 2
 

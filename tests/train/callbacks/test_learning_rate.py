@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import compiled, equal, weights
+from tests.train.conftest import MakeStrategy, compiled, equal, weights
 from torch import Tensor, nn
 
 from lockstep.errors import CallbackError, ConfigError, NonFiniteLossError, UsageError
@@ -19,9 +19,6 @@ from lockstep.train.callbacks import (
     TerminateOnNaN,
 )
 from lockstep.train.model import Model
-
-if TYPE_CHECKING:
-    from tests.train.conftest import MakeStrategy
 
 Batches = list[tuple[Tensor, Tensor]]
 

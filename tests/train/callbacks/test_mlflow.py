@@ -45,7 +45,6 @@ def scalars(client: Any, run: Any) -> dict[str, dict[int, float]]:
 
 def test_the_scalars_of_every_epoch_can_be_read_back(logged_fit: Fit, expected: Expected, client: Any, uri: str):
     history = logged_fit(MLflow("epochs", name="first", config={"lr": 0.05}, tracking_uri=uri))
-
     (run,) = runs(client, "epochs")
     assert scalars(client, run) == expected(history)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
@@ -75,5 +74,4 @@ def test_a_run_of_the_program_is_used_and_left_open(logged_fit: Fit, client: Any
         logged_fit(MLflow())
         assert mlflow.active_run() is own
         assert client.get_run(own.info.run_id).info.status == "RUNNING"
-
     assert list(scalars(client, client.get_run(own.info.run_id))["epoch_loss"]) == [0, 1]

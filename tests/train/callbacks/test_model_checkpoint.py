@@ -21,9 +21,7 @@ def names(folder: Path) -> list[str]:
 
 def test_the_weights_of_every_epoch_are_saved_under_names_from_the_logs(model: Model, batches: Batches, tmp_path: Path):
     path = tmp_path / "deep" / "w-{epoch:02d}-{val_loss:.2f}.safetensors"
-
     history = model.fit(batches, validation_data=batches, epochs=2, callbacks=[ModelCheckpoint(path)], verbose=0)
-
     losses = history.history["val_loss"]
     assert names(tmp_path / "deep") == sorted(f"w-{n:02d}-{loss:.2f}.safetensors" for n, loss in enumerate(losses, 1))
     last = read_weights(tmp_path / "deep" / f"w-02-{losses[1]:.2f}.safetensors")
@@ -54,43 +52,34 @@ def test_only_the_best_is_kept(
     model: Model, tmp_path: Path, arguments: dict[str, Any], values: list[float], kept: float
 ):
     path = tmp_path / "best.safetensors"
-
     play(model, ModelCheckpoint(path, save_best_only=True, **arguments), values)
-
     assert read_weights(path)["weight"].tolist() == [[kept] * 3]
 
 
 def test_an_absent_name_is_refused(model: Model, tmp_path: Path):
     path = tmp_path / "best.safetensors"
-
     with pytest.raises(ConfigError, match="ModelCheckpoint monitors 'accuracy', which the logs lack; they have: val"):
         play(model, ModelCheckpoint(path, monitor="accuracy", mode="max", save_best_only=True), [3.0])
-
     assert not path.exists()
 
 
 def test_a_number_of_batches_counts_over_the_epochs(model: Model, batches: Batches, tmp_path: Path):
     callback = ModelCheckpoint(tmp_path / "w-{epoch}-{batch}-{loss:.0f}.st", save_freq=2)
-
     model.fit(batches, epochs=2, callbacks=[callback], verbose=0)
-
     assert [name[:5] for name in names(tmp_path)] == ["w-1-2", "w-2-1", "w-2-3"]
 
 
 def test_the_saved_file_is_named_on_request(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     play(model, ModelCheckpoint(tmp_path / "w.safetensors", verbose=1), [3.0])
-
     assert capsys.readouterr().out == f"epoch 1: saved the weights to {tmp_path / 'w.safetensors'}\n"
 
 
 def test_a_name_that_the_logs_lack_lists_those_that_exist(model: Model, batches: Batches, tmp_path: Path):
     callback = ModelCheckpoint(tmp_path / "{val_loss}.safetensors")
-
     with pytest.raises(
         CallbackError, match=r"cannot fill in .*\('val_loss'\); the names are: loss, learning_rate, epoch"
     ):
         model.fit(batches, callbacks=[callback], verbose=0)
-
     assert names(tmp_path) == []
 
 
@@ -150,9 +139,7 @@ def test_the_last_and_the_best_whole_checkpoints_stay(
 
 def test_whole_checkpoints_wait_for_the_update(model: Model, batches: Batches, tmp_path: Path):
     model.compile(torch.optim.SGD(model.module.parameters(), 0.05), torch.nn.functional.mse_loss, accumulate=2)
-
     model.fit(batches, epochs=2, callbacks=[saving(tmp_path, save_freq=1, monitor="loss")], verbose=0)
-
     assert names(tmp_path) == [f"step-{step:08d}" for step in (2, 3, 5, 6)]
 
 
@@ -162,7 +149,6 @@ def test_a_fresh_run_does_not_write_beneath_later_checkpoints_of_another(
     model.fit(batches, epochs=2, callbacks=[saving(tmp_path, monitor="loss")], verbose=0)
     model.training_state.run = "another"
     model.training_state._position = type(model.training_state.position)()
-
     with pytest.raises(CheckpointError, match=r"another run has left step-00000006 there.*choose an empty folder"):
         model.fit(batches, epochs=2, callbacks=[saving(tmp_path, monitor="loss")], verbose=0)
 

@@ -47,14 +47,12 @@ def test_an_unknown_mode_is_refused():
 @pytest.mark.parametrize("min_delta", [0.5, -0.5])
 def test_a_small_change_is_no_progress(min_delta: float):
     watch = monitor("loss", min_delta=min_delta)
-
     assert not watch.is_better(1.5, 2.0)
     assert watch.is_better(1.4, 2.0)
 
 
 def test_equal_is_not_better_and_nan_is_never():
     watch = monitor("loss")
-
     assert not watch.is_better(1.0, 1.0)
     assert not watch.is_better(float("nan"), None)
     assert watch.is_better(1.0, None)

@@ -46,7 +46,6 @@ def test_without_a_terminal_every_epoch_is_one_plain_line(
     model: Model, batches: Batches, capsys: pytest.CaptureFixture[str], verbose: int
 ):
     model.fit(batches, validation_data=batches, epochs=2, verbose=verbose)  # type: ignore[arg-type]
-
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert last == f"fingerprint {ls.fingerprint(model)}"
@@ -58,14 +57,12 @@ def test_zero_is_silent(model: Model, batches: Batches, capsys: pytest.CaptureFi
     model.fit(batches, validation_data=batches, verbose=0)
     model.evaluate(batches, verbose=0)
     model.predict(batches)
-
     assert capsys.readouterr() == ("", "")
 
 
 def test_evaluate_and_predict_have_their_lines(model: Model, batches: Batches, capsys: pytest.CaptureFixture[str]):
     model.evaluate(batches)
     model.predict(batches, verbose=1)
-
     evaluated, predicted = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"evaluate: 3 steps, \d+\.\d s, loss [\d.e-]+, {SPEED}", evaluated)
     assert re.fullmatch(rf"predict: 3 steps, \d+\.\d s, {SPEED}", predicted)
@@ -94,7 +91,6 @@ def test_a_terminal_gets_a_live_line_with_speed_loss_metrics_and_time_left(
 def test_two_is_plain_on_a_terminal_too(model: Model, batches: Batches, terminal: Terminal):
     with redirect_stdout(terminal):
         model.fit(batches, verbose=2)
-
     epoch, _ = terminal.getvalue().splitlines()
     assert re.fullmatch(rf"epoch 1/1: 3 steps, \d+\.\d s, loss [\d.e-]+, {SPEED}", epoch)
 
@@ -102,7 +98,6 @@ def test_two_is_plain_on_a_terminal_too(model: Model, batches: Batches, terminal
 def test_data_of_unknown_length_shows_steps_alone(model: Model, batches: Batches, terminal: Terminal):
     with redirect_stdout(terminal):
         model.fit((batch for batch in batches), verbose=1)
-
     assert re.search(rf"epoch 1/1 3 steps \[[\d:]+\], loss [\d.e-]+, {SPEED}", terminal.getvalue())
 
 
@@ -110,10 +105,8 @@ def test_without_tqdm_the_lines_are_plain(
     model: Model, batches: Batches, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-
     with redirect_stdout(terminal):
         model.fit(batches, verbose=1)
-
     assert terminal.getvalue().startswith("epoch 1/1: 3 steps,")
 
 
@@ -131,9 +124,7 @@ def test_a_bar_serves_again_after_an_error(model: Model, batches: Batches, capsy
     bar = ProgressBar(verbose=2)
     with pytest.raises(DataError):
         model.fit([], callbacks=[bar])
-
     model.evaluate(batches, callbacks=[bar])
-
     assert capsys.readouterr().out.startswith("evaluate: 3 steps")
 
 
@@ -149,7 +140,6 @@ def test_a_message_does_not_run_into_the_live_line(model: Model, batches: Batche
 
 def test_a_bar_of_ones_own_replaces_the_default(model: Model, batches: Batches, capsys: pytest.CaptureFixture[str]):
     model.fit(batches, callbacks=[ProgressBar(verbose=2), EarlyStopping("loss")], verbose=1)
-
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1/1")]) == 1
 
 
@@ -178,10 +168,8 @@ def test_a_terminal_has_bold_titles_unless_no_color_is_set(
 ):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm")
-
     with redirect_stdout(terminal):
         model.fit(batches, verbose=2)
-
     assert terminal.getvalue().startswith("\x1b[1mepoch 1/1\x1b[0m: 3 steps")
 
 
@@ -264,7 +252,6 @@ def test_the_bar_of_a_notebook_says_where_an_error_stopped_it(model: Model, batc
 def test_a_reader_that_has_left_is_no_fault_of_a_callback(model: Model, batches: Batches):
     reading, writing = os.pipe()
     os.close(reading)
-
     pipe = open(writing, "w", buffering=1)  # noqa: PTH123, SIM115
     with redirect_stdout(pipe), pytest.raises(BrokenPipeError):
         model.fit(batches, verbose=2)

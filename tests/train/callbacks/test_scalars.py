@@ -36,23 +36,19 @@ def test_an_epoch_has_every_number_under_its_tag():
 
 def test_a_batch_has_the_numbers_of_a_step():
     scalars = batch_scalars({"loss": 0.5}, 0.002, 0.1, None)
-
     assert scalars == {"batch_loss": 0.5, "batch_learning_rate": 0.1, "batch_step_ms": 2.0}
 
 
 def test_no_norm_is_computed_unless_it_is_asked_for(model: Model, batches: Any, monkeypatch: pytest.MonkeyPatch):
     computed: list[Any] = []
     monkeypatch.setattr("lockstep.mirroring.optim.step.gradient_norms", lambda *given: computed.append(given) or {})
-
     model.fit(batches, verbose=0)
-
     assert not computed
     assert model.grad_norm is None
 
 
 def test_measuring_the_norm_changes_no_weight(logged_fit: Callable[..., Any], model: Model, batches: Any):
     measured = logged_fit(epochs=1).history["val_loss"]
-
     assert measured == model.fit(batches, validation_data=batches, verbose=0).history["val_loss"]
 
 
@@ -63,6 +59,5 @@ def test_a_missing_library_is_an_error_that_names_the_extra(
     module: str, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-
     with pytest.raises(MissingExtraError, match=rf"'{module}' is not installed; .*torch-lockstep\[loggers\]"):
         make()

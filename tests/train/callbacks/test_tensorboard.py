@@ -27,7 +27,6 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_the_scalars_of_every_epoch_can_be_read_back(model: Model, batches: Batches, tmp_path: Path):
     history = model.fit(batches, validation_data=batches, epochs=2, callbacks=[TensorBoard(tmp_path)], verbose=0)
-
     train, validation = scalars(tmp_path / "train"), scalars(tmp_path / "validation")
     assert set(train) == {"epoch_loss", "epoch_learning_rate", "epoch_examples_per_s", "epoch_step_ms"}
     assert train["epoch_loss"] == pytest.approx(dict(enumerate(history.history["loss"])))
@@ -41,7 +40,6 @@ def test_batches_are_written_as_often_as_asked(
     model: Model, batches: Batches, tmp_path: Path, update_freq: Any, steps: list[int]
 ):
     model.fit(batches, epochs=2, callbacks=[TensorBoard(tmp_path, update_freq=update_freq)], verbose=0)
-
     assert list(scalars(tmp_path / "train")["batch_loss"]) == steps
 
 

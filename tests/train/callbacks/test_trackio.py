@@ -50,7 +50,6 @@ def test_the_scalars_of_every_epoch_can_be_read_back(logged_fit: Fit, expected: 
     from trackio.sqlite_storage import SQLiteStorage
 
     history = logged_fit(Trackio("epochs", name="first", config={"lr": 0.05}))
-
     assert runs("epochs") == ["first"]
     assert scalars("epochs", "first") == expected(history)
     assert SQLiteStorage.get_run_config("epochs", "first")["lr"] == 0.05
@@ -59,7 +58,6 @@ def test_the_scalars_of_every_epoch_can_be_read_back(logged_fit: Fit, expected: 
 def test_an_interrupted_run_is_closed_and_goes_on_when_resumed(logged_fit: Fit, tmp_path: Path):
     logged_fit(Trackio("resumed", update_freq=2), BackupAndRestore(tmp_path), interrupted_in=1)
     logged_fit(Trackio("resumed", update_freq=2), BackupAndRestore(tmp_path))
-
     (run,) = runs("resumed")
     assert list(scalars("resumed", run)["epoch_loss"]) == [0, 1]
     assert list(scalars("resumed", run)["batch_loss"]) == [2, 4, 6]
@@ -73,6 +71,5 @@ def test_a_run_of_the_program_is_used_and_left_open(logged_fit: Fit):
     logged_fit(Trackio("another"))
     assert context_vars.current_run.get() is own
     trackio.finish()
-
     assert runs("another") == []
     assert list(scalars("mine", "own")["epoch_loss"]) == [0, 1]

@@ -80,7 +80,6 @@ def runs(folder: Path) -> list[Written]:
 
 def test_the_scalars_of_every_epoch_can_be_read_back(logged_fit: Fit, expected: Expected, tmp_path: Path):
     history = logged_fit(WeightsAndBiases("digits", config={"lr": 0.05}))
-
     (run,) = runs(tmp_path)
     assert run.scalars == expected(history)
     assert run.exit_code == 0
@@ -91,7 +90,6 @@ def test_an_interrupted_run_is_closed_as_failed_and_goes_on_when_resumed(logged_
     logger, backup = WeightsAndBiases("digits", update_freq=2), tmp_path / "backup"
     logged_fit(logger, BackupAndRestore(backup), interrupted_in=1)
     logged_fit(WeightsAndBiases("digits", update_freq=2), BackupAndRestore(backup))
-
     first, second = runs(tmp_path)
     assert (first.exit_code, second.exit_code) == (1, 0)
     assert first.id == second.id
@@ -105,7 +103,6 @@ def test_a_run_of_the_program_is_used_and_left_open(logged_fit: Fit, tmp_path: P
     with wandb.init(project="mine") as own:
         logged_fit(WeightsAndBiases())
         assert wandb.run is own
-
     (run,) = runs(tmp_path)
     assert run.id == own.id
     assert list(run.scalars["epoch_loss"]) == [0, 1]

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 def test_steps_of_a_compiled_module_run_as_usual(train: Train, net: Net) -> None:
     plain = train(net, batches(48), graphs=False)
     compiled = train(net, batches(48), compile_module={"backend": "aot_eager"})
-
     assert len(compiled.reasons) == 1
     assert "the module is compiled" in compiled.reasons[0]
     assert counters["stats"]["unique_graphs"] == 1
@@ -29,6 +28,5 @@ def test_compiled_code_runs_on_where_the_waits_for_a_device_are_noted() -> None:
         with HostSyncs() as reads:
             network(x).sum().item()
         network(x).sum().backward()
-
     assert len(reads.syncs) == 1
     assert counters["stats"]["unique_graphs"] == 1

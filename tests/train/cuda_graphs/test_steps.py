@@ -40,7 +40,6 @@ def test_a_short_last_batch_is_recorded_when_it_has_come_often_enough(train: Tra
     data = batches(8 * 3 + 5, weights=True)
     plain = train(net, data, graphs=False, epochs=5)
     recorded = train(net, data, epochs=5)
-
     # Of the whole batches the first three are not replays, and after that the first of each epoch; of the short ones
     # the first three are not.
     assert recorded.replays == [2 * 4, 2]
