@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -22,7 +23,6 @@ from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy
 
-MakeStrategy = Callable[..., MirroredStrategy]
 ROWS = 10
 
 

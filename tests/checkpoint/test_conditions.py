@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import nn
 
 import lockstep as ls
@@ -23,8 +24,6 @@ from lockstep.replicas import conditions
 from lockstep.strategies.base import place_replicas
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import compare_machines
-
-MakeStrategy = Callable[..., MirroredStrategy]
 
 
 def save(strategy: ls.Strategy, folder: Path, **settings: str) -> dict[str, str]:

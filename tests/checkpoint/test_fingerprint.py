@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -19,8 +20,6 @@ from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.mirrored import MirroredStrategy
-
-MakeStrategy = Callable[..., MirroredStrategy]
 
 
 @dataclass

@@ -14,17 +14,21 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.strategies.conftest import FreePorts, free_ports
+
+__all__ = ["free_ports"]
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "coming_from"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
 LIMIT_S = 240
 # Sums of two halves are rounded otherwise than sums of a whole, and Adam enlarges that: 2e-6 after 84 updates.
 TOLERANCE = 1e-5
@@ -46,6 +50,16 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_two(python: Callable[..., Any], program: Path, folder: Path, port: int) -> str:
+    """Runs two processes of a program, each with the variables that ``torchrun`` gives it; what they print."""
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [python(str(program), folder=folder, RANK=rank, LOCAL_RANK=rank, **job, **place) for rank in ("0", "1")]
+    printed = [process.communicate(timeout=LIMIT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return "".join(out for out, _ in printed)
 
 
 def weights(folder: Path) -> Weights:
@@ -106,13 +120,17 @@ def check(
     ],
 )
 def test_two_replicas_have_the_numbers_of_two_processes(
-    name: str, package: str, tmp_path_factory: pytest.TempPathFactory, check: Check
+    name: str,
+    package: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    python: Callable[..., Any],
+    free_ports: FreePorts,
+    check: Check,
 ):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     folder = tmp_path_factory.mktemp(name)
-    printed = run([sys.executable, *TORCHRUN, str(FOLDER / f"{name}_before.py")], folder)
-    check(name, folder, printed)
+    check(name, folder, run_two(python, FOLDER / f"{name}_before.py", folder, *free_ports(1)))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
@@ -25,7 +26,6 @@ from lockstep.integrations.keras import distribute  # noqa: E402
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
 KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 
 @pytest.fixture(scope="module")
@@ -121,25 +121,21 @@ def test_a_loss_counts_once_where_another_layer_has_one_with_its_id_in_another_r
 
 
 METRICS = [
-    *(
-        "AUC",
-        "BinaryAccuracy",
-        "CosineSimilarity",
-        "F1Score",
-        "FalseNegatives",
-        "Hinge",
-        "KLDivergence",
-        "LogCoshError",
-    ),
-    *(
-        "MeanAbsolutePercentageError",
-        "Poisson",
-        "Precision",
-        "R2Score",
-        "Recall",
-        "RootMeanSquaredError",
-        "TruePositives",
-    ),
+    "AUC",
+    "BinaryAccuracy",
+    "CosineSimilarity",
+    "F1Score",
+    "FalseNegatives",
+    "Hinge",
+    "KLDivergence",
+    "LogCoshError",
+    "Precision",
+    "R2Score",
+    "MeanAbsolutePercentageError",
+    "Poisson",
+    "Recall",
+    "RootMeanSquaredError",
+    "TruePositives",
 ]
 
 

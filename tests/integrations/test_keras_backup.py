@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import MakeStrategy
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
@@ -19,7 +20,6 @@ import lockstep as ls  # noqa: E402
 from lockstep.errors import CheckpointError, ConfigError  # noqa: E402
 from lockstep.integrations.keras import BackupAndRestore, distribute  # noqa: E402
 
-MakeStrategy = Callable[..., Any]
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(19, 4)).astype("float32"), RANDOM.normal(size=(19, 1)).astype("float32")
 BATCHES = 5  # of 4 rows, the last of 3

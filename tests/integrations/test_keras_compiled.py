@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from torch._dynamo.utils import counters
 
 keras = pytest.importorskip("keras")
@@ -22,7 +23,6 @@ from lockstep.integrations.keras import distribute  # noqa: E402
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
 KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 
 @pytest.fixture(autouse=True)

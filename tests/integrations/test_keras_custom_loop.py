@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
@@ -26,7 +27,6 @@ KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
 # The last batch has 2 rows: three replicas have one without rows.
 BATCHES = KERAS.LOOP_BATCHES
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 
 @pytest.mark.parametrize("optimizer", list(KERAS.LOOP_OPTIMIZERS))

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
-import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
 KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 
 @pytest.mark.parametrize("name", list(KERAS.PUBLISHED))

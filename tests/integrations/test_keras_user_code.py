@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
@@ -17,7 +18,6 @@ import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 X = np.random.default_rng(0).normal(size=(37, 4)).astype("float32")
 Y = (X @ np.ones((4, 2)) + 1.0).astype("float32")
 EXACT = 1e-6

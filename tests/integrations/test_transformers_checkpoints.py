@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 transformers = pytest.importorskip("transformers")
 
 from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there
 
 SAVING = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-MakeStrategy = Callable[..., Any]
 
 
 def resumed(task: Any, folder: Path, step: int) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there
 
 REPLICAS = 4
-MakeStrategy = Callable[..., Any]
 
 
 def both(tiny: Any, task: Any, strategy: Any, folder: Any) -> list[Any]:

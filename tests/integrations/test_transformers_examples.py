@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
 from lockstep.errors import DataError  # noqa: E402  what it needs is there
 from lockstep.integrations.transformers import Trainer  # noqa: E402
-
-MakeStrategy = Callable[..., Any]
 
 
 def pairs(number: int = 25) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,8 +18,6 @@ import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError, DataError  # noqa: E402
 from lockstep.integrations.transformers import Trainer  # noqa: E402
 from lockstep.transformers_names import TRAINING_ARGUMENTS  # noqa: E402
-
-MakeStrategy = Callable[..., Any]
 
 
 def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **settings: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import pytest
-from tests.plan.published import FIXED_BATCH, TABLES, WEAK_SCALING, Published, PublishedTable
+from tests.plan.published import TABLES, WEAK_SCALING, Published, PublishedTable
 
 from lockstep_tools.plan import Choices
 from lockstep_tools.plan.assumptions import PRECISIONS, Constants, Software
@@ -305,23 +305,6 @@ def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
     }
 
     assert min(steps, key=lambda tensor: steps[tensor]) == 8
-
-
-@pytest.mark.parametrize(
-    ("row", "aggregate"),
-    list(zip(WEAK_SCALING.rows, (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0), strict=True)),
-    ids=lambda value: value.shape.name if isinstance(value, Published) else "",
-)
-def test_published_rates_add_up_to_the_published_petaflops(row: Published, aggregate: float):
-    """Guards the numbers: the paper's own last column is devices times rate."""
-    assert row.value * row.division.devices / 1000 == pytest.approx(aggregate, rel=0.005)
-
-
-@pytest.mark.parametrize(("row", "days"), list(zip(FIXED_BATCH.rows, (84, 43, 23, 156, 80, 42), strict=True)))
-def test_published_rates_give_the_published_days(row: Published, days: int):
-    """Narayanan et al., equation 4: 300 billion tokens take 8 T P / (n X)."""
-    seconds = 8 * 300e9 * row.shape.parameters / (row.division.devices * row.value * 1e12)
-    assert seconds / 86400 == pytest.approx(days, rel=0.03)
 
 
 def test_the_docs_show_the_figures_that_the_code_makes():

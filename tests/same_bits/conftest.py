@@ -63,8 +63,8 @@ def trainings() -> Any:
 def run_layout() -> RunLayout:
     """``run_layout((1, 2), (2, 2), "loops")``: runs trainings once a session.
 
-    It is given the devices of each worker, the replicas that each must get, and which trainings; or "backed up" and the
-    folder of the backup.
+    It is given the devices of each worker, the replicas that each must get, which trainings, and the folder of the one
+    that is backed up.
     """
 
     @cache

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import MakeStrategy
+from tests.train.conftest import MakeStrategy, compiled
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
 
@@ -44,7 +44,5 @@ def test_a_scheduler_of_schedulers_is_accepted(make_strategy: MakeStrategy):
     module = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     scheduler = SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], milestones=[1])
-    with make_strategy(1).scope():
-        model = Model(module)
-        model.compile(optimizer=optimizer, loss=nn.functional.mse_loss, scheduler=scheduler)
+    model = compiled(module, make_strategy(1), optimizer=optimizer, loss=nn.functional.mse_loss, scheduler=scheduler)
     assert model.learning_rate == pytest.approx(0.1)

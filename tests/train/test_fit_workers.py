@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import assert_close, train
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -345,41 +346,29 @@ def test_weights_that_the_chief_cannot_load_are_an_error_on_all(found: dict[str,
 
 def test_labels_that_do_not_count_are_left_out_of_the_mean_of_all_workers(found: dict[str, Any]):
     module, criterion = classifier()
-    optimizer = torch.optim.SGD(module.parameters(), 0.5)
-    for x, y in labelled_batches() * 2:
-        optimizer.zero_grad()
-        criterion(module(x), y).backward()
-        optimizer.step()
+    train(module, labelled_batches(), lambda p: torch.optim.SGD(p, 0.5), criterion, epochs=2)
     x, y = labelled_batches()[1]
-
     assert_alike(found["labels"])
     for worker in found["labels"]:
         assert worker["evaluated"] == pytest.approx(float(criterion(module(x), y).detach()), rel=1e-5)
-        for name, value in module.state_dict().items():
-            torch.testing.assert_close(worker["weights"][name], value, rtol=1e-5, atol=1e-6)
+        assert_close(worker["weights"], module, 1e-5)
 
 
 def test_arrays_and_single_batches_train_all_workers_as_one_device(found: dict[str, Any]):
     torch.manual_seed(1)
     module = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(module.parameters(), 0.05)
     x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
     torch.manual_seed(0)  # the chief's
     rows = torch.utils.data.TensorDataset(x[:9], y[:9])
     steps = [batch for _ in range(2) for batch in torch.utils.data.DataLoader(rows, 5, shuffle=True)]
-    for inputs, targets in [*steps, (x[:3], y[:3])]:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(module(inputs), targets)
-        loss.backward()
-        optimizer.step()
+    alone = train(module, [*steps, (x[:3], y[:3])], lambda p: torch.optim.SGD(p, 0.05), nn.functional.mse_loss)
 
     assert_alike(found["arrays"])
     for worker in found["arrays"]:
-        for name, value in module.state_dict().items():
-            torch.testing.assert_close(worker["weights"][name], value, rtol=0, atol=1e-6)
+        assert_close(worker["weights"], module, 1e-6)
         assert equal(worker["weights"], worker["after"])
         assert worker["ended"] == []
-        assert worker["logs"] == {"loss": pytest.approx(loss.item(), abs=1e-6)}
+        assert worker["logs"] == {"loss": pytest.approx(alone.losses[-1], abs=1e-6)}
         torch.testing.assert_close(worker["predicted"], module(x).detach())
         torch.testing.assert_close(worker["called"], module(x).detach())
         assert worker["tested"] == pytest.approx(nn.functional.mse_loss(module(x), y).item(), abs=1e-6)

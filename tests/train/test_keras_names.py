@@ -13,7 +13,8 @@ import keras
 import numpy as np
 import pytest
 import torch
-from tests.train.conftest import MakeStrategy
+from tests.oracle import assert_close, sgd, train
+from tests.train.conftest import MakeStrategy, compiled
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, NonFiniteLossError
@@ -74,24 +75,16 @@ def test_a_name_trains_as_keras_own_loss_on_one_device(make_strategy: MakeStrate
     last, y = LOSSES[name]
     x, plain = numbers(ROWS, 4), network(*last)
     weight = torch.linspace(0.5, 2, ROWS) if weighted else None
-    with make_strategy(3).scope():
-        model = Model(network(*last))
-        model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), name)
+    model = compiled(network(*last), make_strategy(3), sgd, name)
 
     history = model.fit(x, y, batch_size=4, sample_weight=weight, shuffle=False, verbose="auto")
 
-    found, total = keras.losses.get(name), 0.0
-    loss = found if isinstance(found, keras.losses.Loss) else MeanOf(found)
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-    for rows in (slice(0, 4), slice(4, 7)):
-        value = loss(y[rows], plain(x[rows]), sample_weight=None if weight is None else weight[rows])
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        total += value.item() * len(y[rows])
-    assert history.history["loss"][0] == pytest.approx(total / ROWS, rel=1e-5)
-    for own, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+    keras_loss = keras.losses.get(name)
+    loss = keras_loss if isinstance(keras_loss, keras.losses.Loss) else MeanOf(keras_loss)
+    rows = [(x[part], (y[part], None if weight is None else weight[part])) for part in (slice(0, 4), slice(4, 7))]
+    alone = train(plain, rows, sgd, lambda outputs, target: loss(target[0], outputs, sample_weight=target[1]))
+    assert history.history["loss"] == pytest.approx(alone.epoch_losses(1), rel=1e-5)
+    assert_close(dict(model.state_dict()), plain, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +98,7 @@ def test_a_name_trains_as_keras_own_loss_on_one_device(make_strategy: MakeStrate
 def test_logits_under_a_name_that_takes_probabilities_are_refused(
     make_strategy: MakeStrategy, name: str, outputs: int, y: Tensor, advice: str
 ):
-    with make_strategy(2).scope():
-        model = Model(network(outputs=outputs))
-        model.compile("sgd", name)
+    model = compiled(network(outputs=outputs), make_strategy(2), "sgd", name)
     before = model.get_weights()
     with pytest.raises(ConfigError, match=f"takes probabilities, as in Keras.*{advice}"):
         model.fit(numbers(ROWS, 4), y, verbose=0)
@@ -127,10 +118,8 @@ class LateLogits(nn.Module):
 
 
 def test_logits_that_come_late_end_in_an_error_and_change_no_weight(make_strategy: MakeStrategy):
-    with make_strategy(2).scope():
-        module = LateLogits()
-        model = Model(module)
-        model.compile("sgd", "sparse_categorical_crossentropy")
+    module = LateLogits()
+    model = compiled(module, make_strategy(2), "sgd", "sparse_categorical_crossentropy")
 
     def switch(batch: int, logs: Any) -> None:
         if batch == 9:  # steps 9 to 15 are not compared on the host
@@ -145,9 +134,7 @@ def test_logits_that_come_late_end_in_an_error_and_change_no_weight(make_strateg
 
 
 def test_probabilities_under_the_name_that_takes_logits_are_warned_of(make_strategy: MakeStrategy):
-    with make_strategy(1).scope():
-        model = Model(network(nn.Softmax(-1)))
-        model.compile("sgd", "cross_entropy")
+    model = compiled(network(nn.Softmax(-1)), make_strategy(1), "sgd", "cross_entropy")
     with pytest.warns(UserWarning, match=r"takes logits.*leave the softmax out"):
         model.evaluate(numbers(ROWS, 4), CLASSES, verbose=0)
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
+from tests.train.conftest import compiled
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -23,7 +25,6 @@ import lockstep as ls
 from lockstep.train.model import Model
 
 ROWS, TOKENS, VOCABULARY = 6, 8, 17
-MakeStrategy = Callable[[int], ls.MirroredStrategy]
 
 
 def loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -69,9 +70,7 @@ def strategy(make_strategy: MakeStrategy) -> ls.MirroredStrategy:
 def evaluated(
     strategy: ls.MirroredStrategy, module: nn.Module, x: Any, y: Tensor, loss: Any = loss
 ) -> dict[str, float]:
-    with strategy.scope():
-        model = Model(module)
-        model.compile("sgd", loss, metrics=["accuracy", "f1"])
+    model = compiled(module, strategy, "sgd", loss, metrics=["accuracy", "f1"])
     return model.evaluate([(x, y)], verbose=0)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,20 +14,22 @@ def sums(returned: object, rows: int, weight: torch.Tensor | None = None) -> tup
     return float(total), float(count)
 
 
-def test_per_example_values_are_summed_and_counted():
-    assert sums(torch.tensor([1.0, 2.0, 3.0]), 3) == (6.0, 3.0)
-
-
-def test_values_of_more_dimensions_count_every_value():
-    assert sums(torch.ones(2, 3, 4), 2) == (24.0, 24.0)
-
-
-def test_one_row_is_no_scalar():
-    assert sums(torch.tensor([5.0]), 1) == (5.0, 1.0)
-
-
-def test_a_scalar_is_the_mean_over_the_rows():
-    assert sums(torch.tensor(2.5), 4) == (10.0, 4.0)
+@pytest.mark.parametrize(
+    ("values", "rows", "weight", "expected"),
+    [
+        ([1.0, 2.0, 3.0], 3, None, (6.0, 3.0)),
+        (torch.ones(2, 3, 4).tolist(), 2, None, (24.0, 24.0)),  # every value counts
+        ([5.0], 1, None, (5.0, 1.0)),  # one row is no scalar
+        (2.5, 4, None, (10.0, 4.0)),  # a scalar is the mean over the rows
+        ([1.0, 4.0], 2, [2.0, 0.5], (4.0, 2.0)),  # weights multiply the values and not the count
+        ([1.0, 4.0], 2, [[2.0], [0.5]], (4.0, 2.0)),
+        ([1.0, 4.0], 2, [[[2.0]], [[0.5]]], (4.0, 2.0)),
+        ([[1.0] * 3] * 2, 2, [2.0, 1.0], (9.0, 6.0)),  # they go for all values of a row, or for each
+        ([[1.0] * 2] * 2, 2, [[1.0, 0.0], [0.0, 0.0]], (1.0, 4.0)),
+    ],
+)
+def test_values_are_summed_and_counted(values: Any, rows: int, weight: Any, expected: tuple[float, float]):
+    assert sums(torch.tensor(values), rows, None if weight is None else torch.tensor(weight)) == expected
 
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3])])
@@ -45,20 +49,6 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
     total, count = loss_sums(torch.full((4096,), 1.0, dtype=dtype), 4096)
     assert total.dtype == torch.float32
     assert (float(total), count) == (4096.0, 4096.0)
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
-def test_sample_weight_multiplies_the_values_and_not_the_count(shape: tuple[int, ...]):
-    weight = torch.tensor([2.0, 0.5]).reshape(shape)
-    assert sums(torch.tensor([1.0, 4.0]), 2, weight) == (4.0, 2.0)
-
-
-def test_sample_weight_broadcasts_over_the_other_dimensions():
-    assert sums(torch.ones(2, 3), 2, torch.tensor([2.0, 1.0])) == (9.0, 6.0)
-
-
-def test_sample_weight_of_the_values_own_shape():
-    assert sums(torch.ones(2, 2), 2, torch.tensor([[1.0, 0.0], [0.0, 0.0]])) == (1.0, 4.0)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 2)])

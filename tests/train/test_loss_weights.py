@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.conftest import MakeStrategy
+from tests import oracle
+from tests.oracle import assert_close, train, vectors
+from tests.train.conftest import MakeStrategy, compiled
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
@@ -40,11 +42,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(n, 5, generator=random, dtype=torch.float64), torch.randint(4, (n,), generator=random))
-        for n in (7, 5, 1)
-    ]
+    return vectors((7, 5, 1), inputs=5, classes=4)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -64,9 +62,8 @@ def test_a_mirrored_loss_is_trained_as_in_the_plain_loop(replicas: int, make_str
         model.compile(optimizer=sgd(module, loss), loss=mirrored)
     model.fit(batches(), verbose=0)
 
-    for ours, plain in ((module, alone), (loss, criterion)):
-        for key, value in plain.state_dict().items():
-            torch.testing.assert_close(ours.state_dict()[key], value, rtol=1e-9, atol=1e-9)
+    assert_close(module, alone)
+    assert_close(loss, criterion)
 
 
 @pytest.mark.parametrize("given", ["module", "partial", "method"])
@@ -96,27 +93,14 @@ def test_a_mirrored_loss_that_nothing_trains_is_refused(make_strategy: MakeStrat
 def test_weights_that_are_not_trained_are_no_matter(replicas: int, make_strategy: MakeStrategy):
     module, loss = parts()
     loss.requires_grad_(False)
-    alone = copy.deepcopy(module)
-    optimizer = sgd(alone)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss(alone(x), y).backward()
-        optimizer.step()
-
-    with make_strategy(replicas).scope():
-        model = Model(module)
-        model.compile(optimizer=sgd(module), loss=loss)
-    model.fit(batches(), verbose=0)
-
-    for key, value in alone.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-9, atol=1e-9)
+    alone = train(copy.deepcopy(module), batches(), loss=loss).module
+    compiled(module, make_strategy(replicas), oracle.sgd, loss).fit(batches(), verbose=0)
+    assert_close(module, alone)
 
 
 def test_a_loss_with_weights_can_be_evaluated(make_strategy: MakeStrategy):
     module, loss = parts()
     x, y = batches()[0]
     expected = float(loss(module(x), y).detach())
-    with make_strategy(2).scope():
-        model = Model(module)
-        model.compile(loss=loss)
+    model = compiled(module, make_strategy(2), None, loss)
     assert model.evaluate([(x, y)], verbose=0)["loss"] == pytest.approx(expected, rel=1e-9)

@@ -54,9 +54,7 @@ def test_without_a_scope_there_is_one_device(fresh_devices: DeviceRegistry, batc
 
 def test_the_loss_is_the_mean_over_all_examples_of_the_epoch(make_strategy: MakeStrategy, batches: Batches):
     module = nn.Linear(3, 1)
-    with make_strategy(3).scope():
-        model = Model(module)
-        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=nn.functional.mse_loss)
+    model = compiled(module, make_strategy(3), optimizer=lambda p: torch.optim.SGD(p, 0.0), loss=nn.functional.mse_loss)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     history = model.fit(batches, verbose=0)
     assert history.history["loss"][0] == pytest.approx(nn.functional.mse_loss(module(x), y).item())

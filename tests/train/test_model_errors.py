@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import assert_close, mlp, sgd, train, vectors
 from tests.train.conftest import MakeStrategy, compiled, equal, weights
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -84,12 +85,9 @@ def test_stop_training_ends_after_the_batch(model: Model, batches: Batches):
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_an_empty_dataset_is_one_line(model: Model, call: str):
+def test_an_empty_dataset_is_one_line(model: Model, batches: Batches, call: str):
     with pytest.raises(DataError, match="gave no batches; give a DataLoader or a list with at least one batch"):
         getattr(model, call)([], verbose=0)
-
-
-def test_validation_data_that_is_empty_is_named(model: Model, batches: Batches):
     with pytest.raises(DataError, match="the validation data gave no batches"):
         model.fit(batches, validation_data=[], verbose=0)
 
@@ -103,9 +101,7 @@ def test_a_generator_that_is_read_already_is_named(model: Model, batches: Batche
 
 
 def test_a_loss_of_the_wrong_shape_names_the_shape_and_the_rows(make_strategy: MakeStrategy, batches: Batches):
-    with make_strategy(2).scope():
-        model = Model(nn.Linear(3, 1))
-        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: outputs.flatten()[:1])
+    model = compiled(nn.Linear(3, 1), make_strategy(2), loss=lambda outputs, targets: outputs.flatten()[:1])
     with pytest.raises(ConfigError, match=r"the loss returned shape \(1,\) for 2 examples"):
         model.fit(batches, verbose=0)
 
@@ -140,8 +136,7 @@ def test_impossible_numbers_of_epochs_are_refused(model: Model, batches: Batches
 
 @pytest.mark.parametrize("detach", [torch.Tensor.detach, torch.ones_like], ids=["detached", "constant"])
 def test_a_loss_without_a_gradient_is_named(make_strategy: MakeStrategy, batches: Batches, detach: Any):
-    model = compiled(nn.Linear(3, 1), make_strategy(2))
-    model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=lambda outputs, targets: detach(outputs))
+    model = compiled(nn.Linear(3, 1), make_strategy(2), loss=lambda outputs, targets: detach(outputs))
     with pytest.raises(ConfigError, match="the loss depends on no trained parameter; compute it from the module's"):
         model.fit(batches, verbose=0)
 
@@ -201,22 +196,11 @@ def test_an_optimizer_with_parameters_of_another_network_beside_its_own_is_refus
             second.compile(optimizer=old, loss=nn.functional.mse_loss)
 
 
-def test_an_optimizer_over_a_part_of_the_network_trains_that(make_strategy: MakeStrategy, batches: Batches):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    plain = copy.deepcopy(module)
-    with make_strategy(2).scope():
-        model = Model(module)
-        model.compile(optimizer=torch.optim.SGD(module[1].parameters(), 0.05), loss=nn.functional.mse_loss)
-    model.fit(batches, verbose=0)
-    optimizer = torch.optim.SGD(plain[1].parameters(), 0.05)
-    for x, y in batches:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
-        optimizer.step()
-
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
+def test_an_optimizer_over_a_part_of_the_network_trains_that(make_strategy: MakeStrategy):
+    module, plain = mlp(), mlp()
+    model = compiled(module, make_strategy(2), sgd(module[2].parameters()), nn.functional.cross_entropy)
+    model.fit(vectors(), verbose=0)
+    assert_close(module, train(plain, vectors(), lambda _: sgd(plain[2].parameters())).module)
 
 
 class OwnLoss:

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import oracle
+from tests.oracle import train
+from tests.train import conftest
+from tests.train.conftest import MakeStrategy
 from tests.train.test_label_shift import TOKENS, VOCABULARY, bert, gpt2, t5, tokens_and_labels
 from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification, MixtralConfig
@@ -20,7 +24,6 @@ import lockstep as ls
 from lockstep.errors import ConfigError, DataError
 from lockstep.train.model import Model
 
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 Batch = dict[str, Tensor]
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -109,27 +112,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]], Calla
 
 def trained_by_hand(module: nn.Module, batches: list[Batch], count: Callable[[Batch], float]) -> float:
     """One epoch on one device. Returns its mean loss."""
-    optimizer, total, counted = torch.optim.SGD(module.train().parameters(), 0.5), 0.0, 0.0
-    for batch in batches:
-        optimizer.zero_grad()
-        outputs = module(**batch)
-        loss = outputs["loss"]
-        loss.backward()
-        optimizer.step()
-        total, counted = total + loss.item() * count(batch), counted + count(batch)
-    return total / counted
+    rows = [(batch, count(batch)) for batch in batches]
+    return train(module.train(), rows, sgd, lambda outputs, count: (outputs["loss"] * count, count)).epoch_losses(1)[0]
 
 
-def compiled(strategy: ls.MirroredStrategy, module: nn.Module, **settings: Any) -> Model:
-    with strategy.scope():
-        model = Model(module)
-        model.compile(lambda parameters: torch.optim.SGD(parameters, 0.5), **settings)
-    return model
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.5)
+
+
+def compiled(strategy: ls.MirroredStrategy, module: nn.Module, loss: Any = None, **settings: Any) -> Model:
+    return conftest.compiled(module, strategy, sgd, loss, **settings)
 
 
 def assert_close(model: Model, module: nn.Module) -> None:
-    for own, expected in zip(model.state_dict().values(), module.state_dict().values(), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+    oracle.assert_close(dict(model.state_dict()), module, 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,16 +149,13 @@ def test_a_sum_of_means_over_rows_is_one_too(make_strategy: MakeStrategy):
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("make", [mixture])
-def test_a_loss_that_shards_do_not_add_up_to_is_refused_with_what_to_write(
-    make_strategy: MakeStrategy, make: Callable[[], nn.Module]
-):
-    model = compiled(make_strategy(2), seeded(make))
+def test_a_loss_that_shards_do_not_add_up_to_is_refused_with_what_to_write(make_strategy: MakeStrategy):
+    model = compiled(make_strategy(2), seeded(mixture))
     before = copy.deepcopy(model.module.state_dict())
     with pytest.raises(ConfigError, match=r"loss that MixtralForCausalLM computes.*give compile a loss\(outputs"):
         model.fit(texts(), verbose=0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    compiled(make_strategy(1), seeded(make)).fit(texts(), verbose=0)  # one replica is one device
+    compiled(make_strategy(1), seeded(mixture)).fit(texts(), verbose=0)  # one replica is one device
 
 
 def test_metrics_beside_it_compare_what_it_compares(make_strategy: MakeStrategy):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from tests.train.programs.resumable import Noisy, Tell, train
 from torch import nn
 
@@ -18,8 +18,6 @@ import lockstep as ls
 from lockstep.errors import CallbackError, CheckpointError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.model import Model
-
-MakeStrategy = Callable[..., MirroredStrategy]
 
 
 class Failure(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.conftest import MakeStrategy, weights
+from tests.train.conftest import MakeStrategy, compiled, weights
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
@@ -135,9 +135,7 @@ ACCURACIES: dict[str, tuple[Any, Tensor, Tensor, float]] = {
 @pytest.mark.parametrize("kind", ACCURACIES)
 def test_accuracy_knows_its_outputs_by_the_loss_and_the_shapes(make_strategy: MakeStrategy, kind: str):
     loss, outputs, targets, expected = ACCURACIES[kind]
-    with make_strategy(2).scope():
-        model = Model(nn.Linear(2, 2))
-        model.compile(loss=loss, metrics=["accuracy"])
+    model = compiled(nn.Linear(2, 2), make_strategy(2), optimizer=None, loss=loss, metrics=["accuracy"])
     metric = model.metrics["accuracy"]
     metric.update(outputs, targets)
     assert metric.compute() == pytest.approx(expected)
@@ -172,17 +170,13 @@ F1_SCORES: dict[str, tuple[str, Tensor, Tensor, float]] = {
 @pytest.mark.parametrize("kind", F1_SCORES)
 def test_f1_is_the_mean_over_classes_or_that_of_yes_whatever_the_shards(make_strategy: MakeStrategy, kind: str):
     loss, outputs, targets, expected = F1_SCORES[kind]
-    with make_strategy(4).scope():
-        model = Model(nn.Identity())
-        model.compile(loss=loss, metrics=["f1"])
+    model = compiled(nn.Identity(), make_strategy(4), optimizer=None, loss=loss, metrics=["f1"])
     assert model.evaluate(outputs, targets, len(outputs) - 1, verbose=0)["f1"] == pytest.approx(expected)
 
 
 def test_metrics_are_a_list_of_names_and_metrics(make_strategy: MakeStrategy):
     x, y = inputs(ROWS, 4), labels(3, ROWS)
-    with make_strategy(3).scope():
-        model = Model(network(3))
-        model.compile("sgd", "cross_entropy", metrics=["accuracy", MulticlassF1Score(3)])
+    model = compiled(network(3), make_strategy(3), "sgd", "cross_entropy", metrics=["accuracy", MulticlassF1Score(3)])
 
     result = model.evaluate(x, y, 4, verbose=0)
 
@@ -222,9 +216,9 @@ class WithLogits(nn.Module):
 @pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss(), F.cross_entropy])
 def test_losses_and_metrics_take_the_logits_of_outputs(make_strategy: MakeStrategy, loss: Any):
     x, y = inputs(ROWS, 4), labels(3, ROWS)
-    with make_strategy(2).scope():
-        model = Model(WithLogits())
-        model.compile("sgd", loss, metrics=["accuracy", MulticlassAccuracy(3, average="micro")])
+    model = compiled(
+        WithLogits(), make_strategy(2), "sgd", loss, metrics=["accuracy", MulticlassAccuracy(3, average="micro")]
+    )
     outputs = WithLogits().head(x)
     accuracy = (outputs.argmax(1) == y).float().mean().item()
     expected = {"accuracy": pytest.approx(accuracy), "multiclass_accuracy": pytest.approx(accuracy)}
@@ -240,9 +234,7 @@ def test_your_own_loss_gets_all_outputs(make_strategy: MakeStrategy):
         seen.append(type(outputs))
         return F.cross_entropy(outputs.logits, targets, reduction="none")
 
-    with make_strategy(2).scope():
-        model = Model(WithLogits())
-        model.compile("sgd", loss)
+    model = compiled(WithLogits(), make_strategy(2), "sgd", loss)
     model.train_on_batch(inputs(ROWS, 4), labels(3, ROWS))
     assert Outputs in seen
     assert Tensor not in seen
@@ -283,9 +275,7 @@ def test_an_unknown_name_gets_a_line_that_lists_the_known(
 def test_shapes_that_torch_would_broadcast_are_refused(
     make_strategy: MakeStrategy, loss: str, outputs: tuple[int, ...], targets: Tensor
 ):
-    with make_strategy(1).scope():
-        model = Model(nn.Identity())
-        model.compile(loss=loss)
+    model = compiled(nn.Identity(), make_strategy(1), optimizer=None, loss=loss)
     with pytest.raises(LockstepError, match="shape"):
         model.test_on_batch(torch.zeros(outputs), targets)
 

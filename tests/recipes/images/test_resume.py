@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tests.conftest import MakeStrategy
 from tests.recipes.images.conftest import MakeConfig, MakeTree
 
 import lockstep as ls
 from lockstep.errors import CheckpointError
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.images.dataset import load_images
 from lockstep_tools.recipes.images.train import run_settings, train_images
 
 pytestmark = pytest.mark.slow
-
-MakeStrategy = Callable[[int], MirroredStrategy]
 
 
 @pytest.fixture

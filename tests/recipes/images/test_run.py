@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.conftest import MakeStrategy
 from tests.recipes.images.conftest import MakeConfig, MakeTree
 from transformers import AutoImageProcessor, MobileNetV2ForImageClassification, pipeline
 
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 from lockstep_tools.recipes.images.train import build_images, check_exactness, train_images
 from lockstep_tools.recipes.training import compile_task
-
-MakeStrategy = Callable[[int], MirroredStrategy]
 
 
 @pytest.fixture

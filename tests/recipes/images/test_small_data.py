@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.conftest import MakeStrategy
 from tests.recipes.images.conftest import MakeConfig
 from torch import nn
 
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 from lockstep_tools.recipes.images.config import ImagesConfig
 from lockstep_tools.recipes.images.statistics import compute_statistics, statistics_lag
 from lockstep_tools.recipes.images.train import build_images, train_images
 from lockstep_tools.recipes.training import Stopping, compile_task, patience_epochs
-
-MakeStrategy = Callable[[int], MirroredStrategy]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.conftest import MakeStrategy
 from torch import nn
 
 import lockstep as ls
-
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 
 @pytest.fixture(scope="module")

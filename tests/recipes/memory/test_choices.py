@@ -14,15 +14,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 LORA = Lora(r=2)
 
 
-@pytest.fixture
-def bert() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForSequenceClassification(BertConfig(vocab_size=50, **shape))
-
-
 def activations(model: Any) -> int:
     """Bytes that are kept for the backward pass, weights aside."""
     own = {parameter.data_ptr() for parameter in model.parameters()}

@@ -13,15 +13,6 @@ from lockstep_tools.recipes.memory import Lora, add_lora, trained_parameters
 WIDTH, LAYERS = 16, 2
 
 
-@pytest.fixture
-def bert() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForSequenceClassification(BertConfig(vocab_size=50, **shape))
-
-
 def adapted(model: nn.Module) -> set[str]:
     return {
         name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name

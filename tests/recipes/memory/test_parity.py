@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from tests.tiers import partly_slow
 
 import lockstep as ls
@@ -22,7 +22,6 @@ import lockstep as ls
 PROGRAM = str(Path(__file__).parent / "programs" / "fronts.py")
 FRONTS = ("loop", "fit", "trainer")
 MODES = ("reentrant", "not reentrant")
-MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 BF16 = {"dtype": torch.float32, "precision": "bf16"}
 # What two workers of two replicas train, by front end.

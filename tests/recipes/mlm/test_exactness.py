@@ -1,26 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
+from tests.conftest import MakeStrategy
 from tests.recipes.conftest import MakeConfig
 
-from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes import exactness
 from lockstep_tools.recipes.mlm.train import check_exactness
 
-SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
-
 
 @pytest.mark.parametrize("order", ["grouped", "published"])
-def test_three_replicas_compute_what_one_device_computes(order: str, tiny: MakeConfig, split_cpu: SplitCpu):
-    with closing(MirroredStrategy(list(split_cpu(3)), seed=0)) as strategy:
-        report = check_exactness(tiny(dropout=0.1, order=order), strategy, steps=3)
-
+def test_three_replicas_compute_what_one_device_computes(order: str, tiny: MakeConfig, make_strategy: MakeStrategy):
+    report = check_exactness(tiny(dropout=0.1, order=order), make_strategy(3), steps=3)
     assert report.steps == 3
     assert max(report.sgd.loss, report.adam.loss) < 1e-5
     assert report.sgd.weight < 1e-5
@@ -31,23 +24,21 @@ def test_three_replicas_compute_what_one_device_computes(order: str, tiny: MakeC
     )
 
 
-def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: SplitCpu, monkeypatch: pytest.MonkeyPatch):
+def test_a_strategy_that_trains_on_less_shows(
+    tiny: MakeConfig, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+):
     real = exactness.train_in_plain_pytorch
 
     def lose_a_row(module: Any, batches: tuple[Any, ...], *args: Any) -> Any:
         return real(module, [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in batches], *args)
 
     monkeypatch.setattr(exactness, "train_in_plain_pytorch", lose_a_row)
-    with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
-        report = check_exactness(tiny(), strategy, steps=2)
+    report = check_exactness(tiny(), make_strategy(2), steps=2)
 
     assert max(report.sgd.loss, report.adam.loss) > 1e-3
     assert report.sgd.weight > 1e-4
 
 
-def test_at_least_one_step(tiny: MakeConfig, split_cpu: SplitCpu):
-    with (
-        closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy,
-        pytest.raises(ConfigError, match="steps=0 was given, expected at least 1"),
-    ):
-        check_exactness(tiny(), strategy, steps=0)
+def test_at_least_one_step(tiny: MakeConfig, make_strategy: MakeStrategy):
+    with pytest.raises(ConfigError, match="steps=0 was given, expected at least 1"):
+        check_exactness(tiny(), make_strategy(2), steps=0)

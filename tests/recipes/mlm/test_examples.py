@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
 
 import pytest
 import torch
+from tests.conftest import MakeStrategy
 from tests.recipes.conftest import MakeConfig
 
-from lockstep.config import LogicalDevice
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.mlm.examples import constant_answer, fill_tokens
 from lockstep_tools.recipes.mlm.model import IGNORED_LABEL
 from lockstep_tools.recipes.mlm.train import build_mlm
@@ -30,14 +27,13 @@ def test_the_constant_answer_is_the_most_frequent_token_of_the_training_text(tin
 
 
 def test_tokens_are_hidden_one_at_a_time_and_filled_in_alike_on_any_number_of_replicas(
-    tiny: MakeConfig, split_cpu: Callable[[int], tuple[LogicalDevice, ...]]
+    tiny: MakeConfig, make_strategy: MakeStrategy
 ):
-    devices = split_cpu(3)
     filled = []
     for replicas in (1, 3):
         task = build_mlm(tiny())
-        with closing(MirroredStrategy(list(devices[:replicas]), seed=0)) as strategy:
-            filled.append(fill_tokens(compile_task(task, strategy), task.text.test, task.tokenizer, most_frequent=7))
+        model = compile_task(task, make_strategy(replicas))
+        filled.append(fill_tokens(model, task.text.test, task.tokenizer, most_frequent=7))
 
     assert filled[0].hidden == filled[1].hidden == 40
     assert filled[0].right == filled[1].right
@@ -50,7 +46,9 @@ def test_tokens_are_hidden_one_at_a_time_and_filled_in_alike_on_any_number_of_re
     assert len({token.answers[0][0] for token in filled[0].surest}) == len(filled[0].surest)
 
 
-def test_an_answer_is_that_of_the_module_for_the_line_with_the_token_hidden(tiny: MakeConfig):
+def test_an_answer_is_that_of_the_module_for_the_line_with_the_token_hidden(
+    tiny: MakeConfig, make_strategy: MakeStrategy
+):
     task = build_mlm(tiny())
     line = task.text.test[0]
     tokens = task.tokenizer(line, truncation=True)["input_ids"]
@@ -63,17 +61,15 @@ def test_an_answer_is_that_of_the_module_for_the_line_with_the_token_hidden(tiny
         answer = int(logits[0, : len(task.tokenizer)].argmax())
         answers.add(task.tokenizer.convert_ids_to_tokens(answer))
         right += answer == tokens[position]
-    with closing(MirroredStrategy(seed=0)) as strategy:
-        model = compile_task(task, strategy)
-        filled = fill_tokens(model, [line], task.tokenizer, most_frequent=tokens[positions[1]])
+    model = compile_task(task, make_strategy(1))
+    filled = fill_tokens(model, [line], task.tokenizer, most_frequent=tokens[positions[1]])
 
     assert (filled.hidden, filled.right) == (2, right)
     assert filled.constant == 1 + (tokens[positions[0]] == tokens[positions[1]])
     assert {token.answers[0][0] for token in filled.surest} == answers
 
 
-def test_no_line_has_nothing_to_fill_in(tiny: MakeConfig):
+def test_no_line_has_nothing_to_fill_in(tiny: MakeConfig, make_strategy: MakeStrategy):
     task = build_mlm(tiny())
-    with closing(MirroredStrategy(seed=0)) as strategy:
-        filled = fill_tokens(compile_task(task, strategy), [], task.tokenizer, most_frequent=7)
+    filled = fill_tokens(compile_task(task, make_strategy(1)), [], task.tokenizer, most_frequent=7)
     assert (filled.hidden, filled.right, filled.surest) == (0, 0, ())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,6 @@ def folder(lines: list[str], tmp_path: Path) -> Path:
 
 def load(name: str | Path) -> object:
     return load_pretrained(str(name), dropout=0.0)
-
-
-def complaint(name: str | Path) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load(name)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
 
 
 def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
@@ -81,32 +74,36 @@ def edit(folder: Path, **settings: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-def test_a_missing_folder(tmp_path: Path):
-    assert complaint(tmp_path / "none").startswith(f"pretrained='{tmp_path / 'none'}' could not be loaded (")
-
-
-def test_a_folder_without_a_model(tmp_path: Path):
-    assert "expected a folder written by save_pretrained, or a Hugging Face name" in complaint(tmp_path)
-
-
-def test_torn_weights(folder: Path):
+def tear(folder: Path, lines: list[str]) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    assert "could not be loaded (SafetensorError: " in complaint(folder)
 
 
-def test_a_model_of_another_kind(tmp_path: Path):
-    GPT2Config().save_pretrained(tmp_path)
-    assert "is a model of type 'gpt2', expected a BERT" in complaint(tmp_path)
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path, lines: list[str]):
+def add_tokens(folder: Path, lines: list[str]) -> None:
     train_wordpiece(lines, WordPieceSettings(vocabulary=600)).save(str(folder / "tokenizer.json"))
-    assert "has 500 embeddings for a tokenizer of 600 tokens; give" in complaint(folder)
 
 
-def test_a_tokenizer_that_cannot_mask(folder: Path, lines: list[str]):
-    PreTrainedTokenizerFast(
-        tokenizer_object=train_wordpiece(lines, WordPieceSettings(vocabulary=450)), pad_token="[PAD]"
-    ).save_pretrained(folder)
-    assert "has a tokenizer without a mask or padding token" in complaint(folder)
+def forget_mask(folder: Path, lines: list[str]) -> None:
+    tokenizer = train_wordpiece(lines, WordPieceSettings(vocabulary=450))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda folder, _: folder.rename(folder.with_name("moved")), "bert' could not be loaded ("),
+        (lambda folder, _: (folder / "config.json").unlink(), "expected a folder written by save_pretrained, or a Hug"),
+        (tear, "could not be loaded (SafetensorError: "),
+        (lambda folder, _: GPT2Config().save_pretrained(folder), "is a model of type 'gpt2', expected a BERT"),
+        (add_tokens, "has 500 embeddings for a tokenizer of 600 tokens; give"),
+        (forget_mask, "has a tokenizer without a mask or padding token"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_told_in_one_line(
+    folder: Path, lines: list[str], change: Callable[[Path, list[str]], object], complaint: str
+):
+    change(folder, lines)
+    with pytest.raises(ConfigError) as raised:
+        load(folder)
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -2,26 +2,23 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.conftest import MakeStrategy
 from tests.recipes.reviews.conftest import MakeConfig
 from transformers import TrainerCallback, pipeline
 from transformers.utils import logging
 
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteLossError
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import build_reviews
 from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, newest_checkpoint, train_reviews
 from lockstep_tools.recipes.training import ResumeCheck
-
-MakeStrategy = Callable[..., "MirroredStrategy"]
 
 
 def train(config: ReviewsConfig, strategy: Strategy, **others) -> ReviewsResult:

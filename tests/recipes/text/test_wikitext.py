@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,45 +50,38 @@ def test_the_lines_of_each_split_are_read_in_order_and_counted(suffix: str, tmp_
     assert str(text) == f"{tmp_path}: {counts}; the others have at most 100 bytes"
 
 
-def complaint(folder: Path) -> str:
+TRAIN, UTF8 = "wiki.train.tokens", "wiki.train.tokens' cannot be read as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda folder: folder.rmdir(), "' does not exist"),
+        (lambda folder: folder.rmdir() or folder.touch(), "is a file, expected its folder"),
+        (
+            lambda folder: (folder / TRAIN).write_text("a" * 101),
+            "has no file for *.valid.tokens or *.valid.raw, expected one",
+        ),
+        (
+            lambda folder: [(folder / name).touch() for name in ("a.train.tokens", "a.train.raw")],
+            "has a.train.raw and a.train.tokens for *.train.tokens or *.train.raw, expected one",
+        ),
+        (lambda folder: (folder / TRAIN).mkdir(), UTF8),
+        (
+            lambda folder: (folder / TRAIN).write_bytes(b"abc\nab\xff\n"),
+            f"{UTF8} in line 2: 'utf-8' codec can't decode byte 0xff",
+        ),
+        (lambda folder: (folder / TRAIN).write_text("short\n" * 1200), f"{TRAIN}' has 1,200 lines, none of more than"),
+        (lambda folder: (folder / TRAIN).write_text(""), f"{TRAIN}' has 0 lines, none of more than 100 bytes; join"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_told_in_one_line(
+    make: Callable[[Path], object], complaint: str, tmp_path: Path
+):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    make(folder)
     with pytest.raises(DataError) as raised:
         read_wikitext(folder)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
-
-
-def test_a_missing_folder_is_named(tmp_path: Path):
-    assert complaint(tmp_path / "none").startswith(f"the text folder '{tmp_path / 'none'}' does not exist")
-
-
-def test_a_file_instead_of_a_folder_is_named(text_folder: Path):
-    assert "is a file, expected its folder" in complaint(text_folder / "wiki.train.tokens")
-
-
-def test_a_missing_part_is_named(text_folder: Path, tmp_path: Path):
-    (tmp_path / "wiki.train.tokens").write_bytes((text_folder / "wiki.train.tokens").read_bytes())
-    assert "has no file for *.valid.tokens or *.valid.raw, expected one" in complaint(tmp_path)
-
-
-def test_two_files_for_one_part_are_named(tmp_path: Path):
-    for name in ("a.train.tokens", "a.train.raw"):
-        (tmp_path / name).touch()
-    assert "has a.train.raw and a.train.tokens for *.train.tokens or *.train.raw, expected one" in complaint(tmp_path)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
-    (tmp_path / "wiki.train.tokens").mkdir()
-    assert "wiki.train.tokens' cannot be read as UTF-8" in complaint(tmp_path)
-
-
-def test_a_file_that_is_not_utf8_is_named_with_the_line(tmp_path: Path):
-    (tmp_path / "wiki.train.tokens").write_bytes(b"abc\nab\xff\n")
-    said = complaint(tmp_path)
-    assert "wiki.train.tokens' cannot be read as UTF-8 in line 2: 'utf-8' codec can't decode byte 0xff" in said
-
-
-@pytest.mark.parametrize(("content", "lines"), [("short\n" * 1200, "1,200"), ("", "0")])
-def test_a_file_without_a_long_line_is_named(content: str, lines: str, tmp_path: Path):
-    (tmp_path / "wiki.train.tokens").write_text(content)
-    assert f"wiki.train.tokens' has {lines} lines, none of more than 100 bytes; join the" in complaint(tmp_path)
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)

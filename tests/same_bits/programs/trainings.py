@@ -657,8 +657,8 @@ TRAINERS: dict[str, Callable[[ls.Strategy], Records]] = {
 KINDS = {
     "loops": {**OWN_LOOPS, **FITS, **CONTROLS},
     "kernels": KERNELS,
+    "kernels and trainers": KERNELS | TRAINERS,
     "few": {name: each for name, each in (OWN_LOOPS | FITS).items() if "dropout" in name or name == "collectives"},
-    "trainers": TRAINERS,
 }
 
 
@@ -668,9 +668,9 @@ KINDS = {
 def run_layout(kind: str, replicas: int, devices: Sequence[int], backup: str = "") -> dict[str, Any]:
     """Runs all trainings of a kind in this worker; what all workers noted, and their replicas.
 
-    ``devices`` has the number of devices of each worker, ``backup`` the folder of the training that is backed up.
+    ``devices`` has the number of devices of each worker, ``backup`` the folder of a training that is backed up beside.
     """
-    chosen = {"backed up": replace(BACKED_UP, backup=backup)} if backup else KINDS[kind]
+    chosen = KINDS[kind] | ({"backed up": replace(BACKED_UP, backup=backup)} if backup else {})
     own = devices[int(os.environ.get("RANK", "0"))]
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * own)

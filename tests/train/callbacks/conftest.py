@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import train
+from tests.train.conftest import compiled, slow_sgd
 from torch import Tensor, nn
 
 from lockstep.train.callbacks import Callback
 from lockstep.train.logs import History
-from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -42,24 +43,12 @@ def logged_fit(make_strategy: Callable[..., Any], batches: Batches) -> Callable[
 
     def fit(*callbacks: Callback, epochs: int = 2, interrupted_in: int | None = None) -> History:
         torch.manual_seed(0)
-        with strategy.scope():
-            model = Model(nn.Linear(3, 1))
-            model.compile(
-                optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05),
-                loss=nn.functional.mse_loss,
-                clip_norm=math.inf,
-            )
-        given = list(callbacks)
+        model = compiled(nn.Linear(3, 1), strategy, clip_norm=math.inf)
+        settings: dict[str, Any] = {"validation_data": batches, "epochs": epochs, "verbose": 0}
         if interrupted_in is None:
-            return model.fit(batches, validation_data=batches, epochs=epochs, callbacks=given, verbose=0)
+            return model.fit(batches, callbacks=[*callbacks], **settings)
         with pytest.raises(KeyboardInterrupt):
-            model.fit(
-                batches,
-                validation_data=batches,
-                epochs=epochs,
-                callbacks=[*given, _Interrupt(interrupted_in)],
-                verbose=0,
-            )
+            model.fit(batches, callbacks=[*callbacks, _Interrupt(interrupted_in)], **settings)
         return model.history
 
     return fit
@@ -67,17 +56,9 @@ def logged_fit(make_strategy: Callable[..., Any], batches: Batches) -> Callable[
 
 @pytest.fixture
 def gradient_norms(batches: Batches) -> list[float]:
-    """The norms of the gradients of each update of ``logged_fit``, by a loop in plain PyTorch on one device."""
+    """The norms of the gradients of each update of ``logged_fit``, on one device."""
     torch.manual_seed(0)
-    module = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(module.parameters(), 0.05)
-    norms = []
-    for x, y in batches * 2:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x), y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), math.inf)))
-        optimizer.step()
-    return norms
+    return train(nn.Linear(3, 1), batches, slow_sgd, nn.functional.mse_loss, epochs=2).norms
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import MakeStrategy, compiled, equal, weights
+from tests.oracle import assert_close, train
+from tests.train.conftest import MakeStrategy, compiled, equal, slow_sgd, weights
 from torch import Tensor, nn
 
 from lockstep.errors import CallbackError, ConfigError, NonFiniteLossError, UsageError
@@ -28,23 +30,16 @@ def halved(epoch: int, rate: float) -> float:
 
 
 def test_the_schedule_sets_the_rate_of_each_epoch(make_strategy: MakeStrategy, batches: Batches):
-    torch.manual_seed(0)
-    plain = nn.Linear(3, 1)
-    torch.manual_seed(0)
-    model = compiled(nn.Linear(3, 1), make_strategy(2))
-
+    module = nn.Linear(3, 1)
+    plain = copy.deepcopy(module)
+    model = compiled(module, make_strategy(2))
     model.fit(batches, epochs=3, callbacks=[LearningRateScheduler(halved)], verbose=0)
 
-    for epoch in range(3):
-        for x, y in batches:
-            plain.zero_grad()
-            nn.functional.mse_loss(plain(x), y).backward()
-            with torch.no_grad():
-                for parameter in plain.parameters():
-                    assert parameter.grad is not None
-                    parameter -= 0.05 / 2**epoch * parameter.grad
-    for own, expected in zip(weights(model), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-6)
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update // len(batches)))
+
+    train(plain, batches, slow_sgd, nn.functional.mse_loss, epochs=3, scheduler=schedule)
+    assert_close(module, plain, 1e-6)
     assert model.learning_rate == 0.05 / 4
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.train.conftest import compiled
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,9 +98,7 @@ def test_a_profile_has_a_track_for_each_replica(make_strategy: Callable[..., Any
     with profile(activities=[ProfilerActivity.CPU]):
         earlier.run(lambda: torch.ones(1) + 1)
     earlier.close()
-    with make_strategy(3).scope():
-        model = Model(nn.Linear(3, 1))
-        model.compile("sgd", "mse")
+    model = compiled(nn.Linear(3, 1), make_strategy(3), "sgd", "mse")
     callback = TensorBoard(tmp_path, profile_batch=(2, 4))
     model.fit(batches[:2], epochs=3, callbacks=[callback], verbose=0)
 

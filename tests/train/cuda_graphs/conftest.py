@@ -51,6 +51,10 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0 ** -(step // 2))
 
 
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 2**-5)
+
+
 @dataclass
 class Trained:
     """What came of a training."""
@@ -82,7 +86,7 @@ def train(caplog: pytest.LogCaptureFixture, one_core: None) -> Train:
         *,
         shares: Sequence[int] | None = (2048, 2048),
         epochs: int = 2,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.Adam(parameters, 2**-5),
+        optimizer: Callable[[Any], torch.optim.Optimizer] = adam,
         callbacks: Sequence[Callback] = (),
         sync_batchnorm: bool = False,
         **compiled: Any,
