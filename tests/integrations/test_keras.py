@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +17,12 @@ from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
+from tests.integrations.programs import keras_models as KERAS  # noqa: E402
+
 import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError, DataError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
-PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
-KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
 
 

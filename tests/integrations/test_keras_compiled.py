@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +13,12 @@ from torch._dynamo.utils import counters
 
 keras = pytest.importorskip("keras")
 
+from tests.integrations.programs import keras_models as KERAS  # noqa: E402
+
 import lockstep as ls  # noqa: E402
 from lockstep.errors import ConfigError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
-PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
-KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import runpy
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +13,14 @@ from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
+from tests.integrations.programs import keras_models as KERAS  # noqa: E402
+
 import lockstep as ls  # noqa: E402
 from lockstep._torch_compat import optimizer_pre_hooks  # noqa: E402
 from lockstep.errors import ConfigError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
 layers = keras.layers
-PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
-KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
 # The last batch has 2 rows: three replicas have one without rows.
 BATCHES = KERAS.LOOP_BATCHES

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +11,11 @@ from tests.conftest import MakeStrategy
 
 keras = pytest.importorskip("keras")
 
+from tests.integrations.programs import keras_models as KERAS  # noqa: E402
+
 from lockstep.errors import ConfigError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
-PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
-KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
 EXACT = 1e-6
 
 
