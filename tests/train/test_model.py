@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import assert_close, conv_net, images, sgd, train
 from tests.train.conftest import MakeStrategy, compiled, equal, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -157,21 +158,12 @@ def test_the_same_program_twice_gives_bit_equal_weights_with_dropout(make_strate
 
 
 def test_synchronised_batch_norm_trains_as_on_one_device_with_an_empty_shard_too(make_strategy: MakeStrategy):
-    random = torch.Generator().manual_seed(2)
-    data = [(torch.randn(n, 3, generator=random), torch.randn(n, 1, generator=random)) for n in (8, 3)]
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    data = [(x.double(), y.double()) for x, y in data]
-
-    def train(replicas: int) -> list[Tensor]:
-        with make_strategy(replicas).scope():
-            model = Model(copy.deepcopy(module), sync_batchnorm=True)
-            model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.05), loss=nn.functional.mse_loss)
-        model.fit(data, epochs=2, verbose=0)
-        return weights(model)
-
-    for one, four in zip(train(1), train(4), strict=True):
-        torch.testing.assert_close(one, four, rtol=1e-9, atol=1e-9)
+    module, data = conv_net(), images((8, 3))
+    with make_strategy(4).scope():
+        model = Model(module, sync_batchnorm=True)
+        model.compile(optimizer=sgd, loss=nn.functional.cross_entropy)
+    model.fit(data, epochs=2, verbose=0)
+    assert_close(module, train(conv_net(), data, epochs=2).module)
 
 
 def test_fit_and_evaluate_put_the_modes_back(make_strategy: MakeStrategy, batches: Batches):
