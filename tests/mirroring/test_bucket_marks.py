@@ -18,8 +18,6 @@ from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.collectives.sum_order import Node
 from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks, _Bucket
 from lockstep.mirroring.gradients.local_sum import Copies
-from lockstep.mirroring.partition import WholeModels
-from lockstep.mirroring.registry import MirroredObjects
 
 BUCKET_BYTES = 256
 
@@ -74,7 +72,7 @@ def train(driver: StandInDriver, devices: Sequence[ls.config.LogicalDevice]) -> 
         )
 
     with closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
-        strategy._mirrored = MirroredObjects(make_exchange, WholeModels())
+        strategy._mirrored._make_exchange = make_exchange
         module = net()
         replicated = strategy.mirror(module)
         optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.5, momentum=0.9))

@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.state import GradientHome
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 
 if TYPE_CHECKING:
     from lockstep.replicas.context import ReplicaContext

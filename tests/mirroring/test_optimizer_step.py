@@ -14,7 +14,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, NonFiniteLossError
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer

@@ -18,7 +18,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostSyncs
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

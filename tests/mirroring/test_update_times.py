@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer

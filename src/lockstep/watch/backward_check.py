@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.mirroring.module.buffers import tensor_digest
+from lockstep.replicas.watcher import listed
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
 
 # Names of functions in the autograd graph, as torch 2.13 has them. A graph has no other description of what its nodes
@@ -52,31 +53,28 @@ class Passes:
     """The backward passes of one replica, in a step's first run."""
 
     losses: list[list[Term]] = field(default_factory=list)  # the terms of each
-    gradients: dict[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # from torch.autograd.grad, by the line of the call
-    is_quotient: bool = False  # whether a loss is divided by a sum over rows
+    gradients: dict[str, list[torch.Size]] = field(default_factory=dict)
+    """Shapes of those from torch.autograd.grad, by the line of the call."""
     calls_collectives: bool = False
     """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
     batch, of labels or events, that happens to be the number of the shard's rows."""
     _roots: list[Any] = field(default_factory=list)
 
-    def begins_at(self, tensors: Any, *, saved: bool) -> None:
+    def begins_at(self, tensors: Sequence[Any], *, saved: bool) -> None:
         """Notes the losses of a backward pass that is about to begin.
 
         ``saved`` says whether saved tensors may be read: hooks may compute them anew.
         """
-        for tensor in _listed(tensors):
+        for tensor in tensors:
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             # A loss that is differentiated twice, with retain_graph=True, is one loss.
             if root is not None and not any(root is earlier for earlier in self._roots):
                 self._roots.append(root)
-                self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
                 self._add(_terms(root), saved=saved)
 
-    def begins_again_at(self, tensors: Any) -> None:
+    def begins_again_at(self, tensors: Sequence[Any]) -> None:
         """Notes the losses of a backward pass in a later run. The graph of a loss of one term is not walked through."""
-        for tensor in _listed(tensors):
+        for tensor in tensors:
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None:
                 nodes = list(_terms(root))
@@ -87,11 +85,11 @@ class Passes:
         terms = [_term(node, factors, saved=saved, digests=digests, by_hand=by_hand) for node, factors in nodes]
         self.losses.append(terms)
 
-    def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """Notes the gradients that ``torch.autograd.grad`` returns at ``line``, except those of a loss of one row."""
-        roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.grad_fn]
-        if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
-            self.gradients[line] = [gradient for gradient in _listed(gradients) if isinstance(gradient, Tensor)]
+    def differentiates(self, outputs: Sequence[Any], weights: Sequence[Tensor], line: str) -> None:
+        """Notes that ``torch.autograd.grad`` at ``line`` gives gradients of weights, except of a loss of one row."""
+        roots = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn]
+        if not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
+            self.gradients[line] = [weight.shape for weight in weights]
 
     def forget_graphs(self) -> None:
         """Releases the graphs of the losses."""
@@ -100,14 +98,14 @@ class Passes:
     def summed(self, value: Tensor) -> None:
         """Notes that the step sums a tensor over the replicas. Gradients that it sums need no warning."""
         self.calls_collectives = True
-        for line, gradients in list(self.gradients.items()):
-            if any(value is gradient or value.shape == gradient.shape for gradient in gradients):
+        for line, shapes in list(self.gradients.items()):
+            if value.shape in shapes:
                 del self.gradients[line]
 
 
-def is_mean_of(outputs: Any, *, rows: int) -> bool:
+def is_mean_of(outputs: Sequence[Any], *, rows: int) -> bool:
     """Whether what is differentiated is a mean over so many rows, which nothing multiplies by their number."""
-    roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.numel() == 1]
+    roots = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.numel() == 1]
     return any(
         _mean_over(node, factors, saved=True) == rows and not any(math.isclose(factor, rows) for factor in factors)
         for root in roots
@@ -137,7 +135,6 @@ def loss_warnings(
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )
-    quotient = enough and all(replica_passes.is_quotient for replica_passes, _ in active)
     if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
@@ -149,9 +146,8 @@ def loss_warnings(
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
         )
-    combined = mixing is not None and not (is_mean and mixing.is_mean)
-    if combined or (quotient and not is_mean):
-        yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
+    if mixing is not None and not (is_mean and mixing.is_mean):
+        yield f"compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}"
     lines = dict.fromkeys(line for replica_passes in passes for line in replica_passes.gradients)
     if lines:
         yield (
@@ -286,7 +282,7 @@ def _digest(root: Any) -> int | None:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [item for item in _listed(value) if isinstance(item, Tensor)]
+            tensors = [item for item in listed(value) if isinstance(item, Tensor)]
             # A tensor of no rows, or whose memory is freed, has no values to compare.
             if any(tensor.numel() == 0 or not tensor.untyped_storage().size() for tensor in tensors):
                 return None
@@ -316,58 +312,6 @@ def _sample(tensor: Tensor) -> int:
     return tensor_digest(tensor.flatten()[::step])
 
 
-def _divides_by_a_sum(root: Any) -> bool:
-    """Whether a loss is divided by a sum over rows that depends on weights, as a Dice loss is."""
-    return any(
-        name.startswith("DivBackward") and any(_summed_in(node.next_functions[1][0])) for name, node in _nodes(root)
-    )
-
-
-def _nodes(root: Any) -> Iterator[tuple[str, Any]]:
-    """All functions behind a loss, by name."""
-    visited, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield _name(node), node
-        following = {child for child, _ in node.next_functions if child is not None} - visited
-        visited |= following
-        waiting += following
-
-
-def _summed_in(node: Any) -> Iterator[int]:
-    """The numbers of items that a number is a sum of, also of several sums, or with a number added."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        name = _name(node)
-        if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
-            waiting += [child for child, _ in node.next_functions]
-        elif name.startswith("SumBackward"):
-            sizes = _saved(node, "_saved_self_sym_sizes")
-            if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
-                yield int(sizes[0])
-
-
-def _is_weight(node: Any) -> bool:
-    """Whether a function gives a weight, or a view of one."""
-    while node is not None and _name(node) != _LEAF:
-        following = [child for child, _ in node.next_functions]
-        if len(following) != 1:
-            return False
-        node = following[0]
-    return node is not None
-
-
-def _goes_over_the_first(node: Any, dims: int) -> bool:
-    reduced_dims = _saved(node, "_saved_dim")
-    if reduced_dims is None or reduced_dims == ():
-        return True
-    # torch 2.13 saves dims as unsigned numbers: -1 is 2**64 - 1.
-    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(reduced_dims))
-
-
 def _name(node: Any) -> str:
     """Such as "MeanBackward0"; a function of Python's may be called anything."""
     return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
@@ -379,7 +323,3 @@ def _saved(node: Any, name: str) -> Any:
         return getattr(node, name, None)
     except RuntimeError:
         return None
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)

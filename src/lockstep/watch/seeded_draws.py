@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from lockstep.replicas.rng.mode import ReplicaRng, is_random
+from lockstep.collectives.communicator import call_site
+from lockstep.replicas.rng.mode import ReplicaRng
 
 _SEEDS = ("manual_seed", "set_state")
 """Methods of ``torch.Generator`` that ``torch.manual_seed``, ``torch.set_rng_state`` and their like call."""
@@ -56,20 +57,16 @@ class SeededDraws:
         elif type(owner) is random.Random and function.__name__ in _DRAWS and owner is not _OF_PYTHON:
             self.add(owner, repr(owner.getstate()).encode(), line())
 
-    def called(
-        self, rng: ReplicaRng, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: Callable[[], str]
-    ) -> None:
-        """Notes a call of a function of torch that the step is about to make. ``rng`` makes its draws."""
-        if not is_random(func):
-            return
+    def called(self, rng: ReplicaRng, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of a random function of torch that the step is about to make. ``rng`` makes its draws."""
         for generator in (value for value in (*args, *kwargs.values()) if type(value) is torch.Generator):
-            self.add(generator, generator.get_state().numpy().tobytes(), line())
+            self.add(generator, generator.get_state().numpy().tobytes(), call_site())
             return
         # Only the first draw after a seed is looked at: the ones after it go on from the same state.
         if self._is_seeded:
             self._is_seeded = False
             for generator in (rng.generator, *torch.cuda.default_generators):  # replicas of one GPU have one in turn
-                self.add(rng, generator.get_state().numpy().tobytes(), line())
+                self.add(rng, generator.get_state().numpy().tobytes(), call_site())
 
     def returns(self, frame: FrameType) -> None:
         """Notes the NumPy generators among the local variables of a user's function that returns."""
@@ -96,7 +93,7 @@ def equal_draws(replicas: Sequence[SeededDraws]) -> str:
     for one, other in combinations(replicas, 2):
         for state in one.draws.keys() & other.draws.keys():
             (generator, line), (another, _) = one.draws[state], other.draws[state]
-            # One generator in both replicas has one stream, of which ``FirstRun`` warns otherwise.
+            # One generator in both replicas has one stream, of which ``ProfiledCalls`` warns otherwise.
             if generator is not another:
                 return line
     return ""

@@ -1,4 +1,4 @@
-"""An observer hears what a strategy does: devices, runs, and each replica's gradients before they are summed."""
+"""A watcher sees what a strategy does: devices, runs, and each replica's gradients before they are summed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.hooks import Observer, Totals, current_observer, observing
+from lockstep.replicas.watcher import Run, Totals, Watcher, ambient_watchers, watching
 
 if TYPE_CHECKING:
     from lockstep.config import LogicalDevice
-    from lockstep.replicas.owner import Owner
     from lockstep.strategies.mirrored import MirroredStrategy
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Ears(Observer):
+class Ears(Watcher):
     """Keeps all that it hears."""
 
     def __init__(self) -> None:
@@ -34,20 +32,20 @@ class Ears(Observer):
         self.devices.append(tuple(device.name for device in devices))
         return devices[:2]
 
-    def run_begins(self, strategy: Owner, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        self.views.append(views)
+    def run_begins(self, run: Run) -> None:
+        self.views.append(run.views)
 
-    def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
+    def update_begins(self, replica: int, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
         (weight,) = parameters
         assert weight.grad is not None
-        self.before[context.replica_id_in_sync_group] = (
+        self.before[replica] = (
             weight.grad.clone(),
             weight.detach().clone(),
             float(totals.count),
         )
 
-    def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
-        self.after[context.replica_id_in_sync_group] = parameters[0].detach().clone()
+    def update_ended(self, replica: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.after[replica] = parameters[0].detach().clone()
 
 
 def train(strategy: MirroredStrategy) -> nn.Module:
@@ -64,9 +62,9 @@ def train(strategy: MirroredStrategy) -> nn.Module:
     return module
 
 
-def test_an_observer_hears_devices_runs_and_gradients(make_strategy: Callable[..., MirroredStrategy]):
+def test_a_watcher_hears_devices_runs_and_gradients(make_strategy: Callable[..., MirroredStrategy]):
     ears = Ears()
-    with observing(ears):
+    with watching(ears):
         module = train(make_strategy(3))
 
     assert ears.devices == [("cpu:0", "cpu:1", "cpu:2")]
@@ -84,33 +82,33 @@ def test_an_observer_hears_devices_runs_and_gradients(make_strategy: Callable[..
 
 def test_outside_the_block_nobody_hears(make_strategy: Callable[..., MirroredStrategy]):
     ears = Ears()
-    with observing(ears):
-        assert current_observer() is ears
+    with watching(ears):
+        assert ambient_watchers.get() == (ears,)
     train(make_strategy(2))
 
-    assert current_observer() is None
+    assert ambient_watchers.get() == ()
     assert (ears.devices, ears.views, ears.before) == ([], [], {})
 
 
-def test_what_an_observer_raises_ends_the_run_and_leaves_the_strategy_usable(
+def test_what_a_watcher_raises_ends_the_run_and_leaves_the_strategy_usable(
     make_strategy: Callable[..., MirroredStrategy],
 ):
     class EnoughSeen(BaseException):
         pass
 
-    class Impatient(Observer):
-        def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
+    class Impatient(Watcher):
+        def update_begins(self, replica: int, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
             raise EnoughSeen
 
     strategy = make_strategy(2)
-    with observing(Impatient()), pytest.raises(EnoughSeen):
+    with watching(Impatient()), pytest.raises(EnoughSeen):
         train(strategy)
 
     assert train(strategy) is not None
 
 
-def test_the_default_hooks_change_nothing(make_strategy: Callable[..., MirroredStrategy]):
-    with observing(Observer()):
+def test_the_default_moments_change_nothing(make_strategy: Callable[..., MirroredStrategy]):
+    with watching(Watcher()):
         observed = train(make_strategy(2))
     unobserved = train(make_strategy(2))
 
