@@ -12,7 +12,7 @@ import ctypes
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -90,6 +90,48 @@ with _probe("telling the nodes of a loss from those of the model's outputs"):
     next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     next_sequence_number()
     torch.ones((), requires_grad=True).exp().grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
+def _check_nodes(results: Mapping[str, torch.Tensor]) -> None:
+    """Raises an AttributeError unless the nodes of these results have names that begin with the keys."""
+    for name, result in results.items():
+        if not type(result.grad_fn).__name__.startswith(name):
+            raise AttributeError(f"a node of a graph is called {type(result.grad_fn).__name__}, and not {name}")
+
+
+# A graph has no other description of what its nodes compute: without these names, and what the nodes save, warnings of
+# means over a shard and of penalties would be missing in silence.
+with (
+    _probe("telling what a loss is the mean or the sum of"),
+    torch.inference_mode(False),  # the import may be in a block without gradients
+    torch.enable_grad(),
+):
+    _leaf = torch.ones(2, requires_grad=True)
+    _check_nodes(
+        {
+            "AddBackward": _leaf + _leaf,
+            "SubBackward": _leaf - _leaf,
+            "RsubBackward": 1 - _leaf,
+            "MulBackward": _leaf * _leaf,
+            "DivBackward": _leaf / 2,
+            "NegBackward": -_leaf,
+            "ToCopyBackward": _leaf.double(),
+            "CloneBackward": _leaf.clone(),
+            "ViewBackward": _leaf.view(2, 1),
+            "SqueezeBackward": _leaf.squeeze(),
+            "AliasBackward": torch.ops.aten.alias(_leaf),
+            "MeanBackward": _leaf.mean(),
+            "SumBackward": _leaf.sum(),
+            "StackBackward": torch.stack([_leaf]),
+            "CatBackward": torch.cat([_leaf]),
+        }
+    )
+    _leaf.sum().grad_fn._saved_self_sym_sizes  # type: ignore[union-attr]  # noqa: B018
+    (_leaf * _leaf).grad_fn._saved_other  # type: ignore[union-attr]  # noqa: B018
+    _label = torch.nn.functional.nll_loss(_leaf, torch.tensor(0)).grad_fn
+    _label._saved_reduction, _label._saved_total_weight, _label._saved_target  # type: ignore[union-attr]  # noqa: B018
+    if type((_leaf * 2).grad_fn.next_functions[0][0]).__name__ != "AccumulateGrad":  # type: ignore[union-attr]
+        raise AttributeError("the node of a leaf is not called AccumulateGrad")
 
 with _probe("telling whether the calling thread is profiled"):
     is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -21,9 +21,7 @@ from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.replicas.watcher import listed
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
 
-# Names of functions in the autograd graph, as torch 2.13 has them. A graph has no other description of what its nodes
-# compute. If torch renames one, the warnings that depend on it are missing, and tests/strategies/test_backward_check.py
-# fails.
+# Names of nodes in the autograd graph, as torch 2.13 has them; ``_torch_compat`` refuses a torch that renames one.
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")

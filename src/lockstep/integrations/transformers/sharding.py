@@ -10,6 +10,7 @@ shard's rows or tokens in those of the batch. Which it is shows when the loss is
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +35,8 @@ from lockstep.integrations.transformers.examples import Division, division_of, r
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import FAILURES, keeping_modes
+from lockstep.train.batch import keeping_modes
+from lockstep.watch.parts import FAILURES, relative_difference
 from lockstep.watch.rows import Mixing, RowWatch, follows_modules
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
@@ -320,8 +322,8 @@ def loss_difference(
     except FAILURES:  # the step itself will raise it
         return None
     rough = any(parameter.dtype in _LOW for parameter in model.parameters()) or torch.is_autocast_enabled("cpu")
-    apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
-    return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
+    difference = relative_difference([whole], [[part] for part in parts] or [[0.0]])
+    return (whole, sum(parts)) if (_ROUGH if rough else _EXACT) < difference < math.inf else None
 
 
 def _halves(shard: Shard, *, items: Items) -> PerReplica[Shard]:
