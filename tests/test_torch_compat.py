@@ -48,7 +48,7 @@ def test_what_is_missing_is_named_with_its_purpose_and_the_version(
 def test_a_node_of_another_name_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.Tensor, "mean", torch.Tensor.sum)
 
-    with pytest.raises(ImportError, match="mean or the sum.*called SumBackward0, and not MeanBackward"):
+    with pytest.raises(ImportError, match=r"mean or the sum.*called SumBackward0, and not MeanBackward"):
         runpy.run_path(compat.__file__)
 
 

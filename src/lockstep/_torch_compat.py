@@ -91,6 +91,30 @@ with _probe("telling the nodes of a loss from those of the model's outputs"):
     next_sequence_number()
     torch.ones((), requires_grad=True).exp().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
+with _probe("telling whether the calling thread is profiled"):
+    is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    is_profiled()
+
+with _probe("telling whether tensors are batched or traced by torch.func"):
+    functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    functorch_is_active()
+    functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+    functorch_interpreter()
+
+with _probe("telling which module torch.func.functional_call gives other weights"):
+    functional_call_code: CodeType = torch.nn.utils.stateless._functional_call.__code__
+    if functional_call_code.co_varnames[0] != "module":
+        raise AttributeError("the first argument of functional_call is not the module")
+
+with _probe("telling reads and writes of gradients and data in a step"):
+    GET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+    SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
+    SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+    GET_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__
+    SET_GRAD_MODE: Any = torch._C._set_grad_enabled
+    VF: Any = torch._VF
+    MAKE_DUAL: Any = VF._make_dual
+
 
 def _check_nodes(results: Mapping[str, torch.Tensor]) -> None:
     """Raises an AttributeError unless the nodes of these results have names that begin with the keys."""
@@ -132,30 +156,6 @@ with (
     _label._saved_reduction, _label._saved_total_weight, _label._saved_target  # type: ignore[union-attr]  # noqa: B018
     if type((_leaf * 2).grad_fn.next_functions[0][0]).__name__ != "AccumulateGrad":  # type: ignore[union-attr]
         raise AttributeError("the node of a leaf is not called AccumulateGrad")
-
-with _probe("telling whether the calling thread is profiled"):
-    is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-    is_profiled()
-
-with _probe("telling whether tensors are batched or traced by torch.func"):
-    functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-    functorch_is_active()
-    functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-    functorch_interpreter()
-
-with _probe("telling which module torch.func.functional_call gives other weights"):
-    functional_call_code: CodeType = torch.nn.utils.stateless._functional_call.__code__
-    if functional_call_code.co_varnames[0] != "module":
-        raise AttributeError("the first argument of functional_call is not the module")
-
-with _probe("telling reads and writes of gradients and data in a step"):
-    GET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
-    SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
-    SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-    GET_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__
-    SET_GRAD_MODE: Any = torch._C._set_grad_enabled
-    VF: Any = torch._VF
-    MAKE_DUAL: Any = VF._make_dual
 
 with _probe("noticing writes into tensors, views and shared storage"):
     _tensor = torch.zeros(())

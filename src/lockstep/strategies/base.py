@@ -36,7 +36,7 @@ from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDa
 from lockstep.data.error_notes import ShardNotes
 from lockstep.data.list_reader import Lists
 from lockstep.data.sharding import shard_sizes
-from lockstep.data.structure import rows_of, shard_leaves
+from lockstep.data.structure import first_rows, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
@@ -257,35 +257,43 @@ class Strategy(ABC):
             arguments=arguments,
             views=[self._view(arguments, replica) for replica in range(replicas)],
             shards=shards,
-            rows=[next((rows for leaf in leaves if (rows := rows_of(leaf)) is not None), None) for leaves in shards],
+            rows=list(map(first_rows, shards)),
             distributed=distributed,
         )
 
     def _watch(self, run: Run) -> Sequence[Watcher]:
         """Asks who looks at the run; in most runs nobody does."""
-        return [look for watcher in (*ambient_watchers.get(), *self.watchers) for look in watcher.looks_at(run)]
+        watchers: list[Watcher] = []
+        for watcher in (*ambient_watchers.get(), *self.watchers):
+            watchers += watcher.looks_at(run)
+        return watchers
 
     def _execute(self, run: Run, watchers: Sequence[Watcher]) -> Any:
-        """Runs the step in all replicas, within the moments of the watchers, and joins the results."""
-        bodies: list[Callable[[], Any]] = [partial(run.fn, *args, **kwargs) for args, kwargs in run.views]
-        if watchers:
-            bodies = [partial(self._call_watched, watchers, replica, body) for replica, body in enumerate(bodies)]
+        """Runs the step in all replicas, within the moments of the watchers."""
         with OwnFramesHidden(), Scope(self):
-            return self._within_moments(run, watchers, bodies)
+            return self._within_moments(run, watchers, watchers) if watchers else self._call_all(run, ())
 
-    def _within_moments(self, run: Run, watchers: Sequence[Watcher], bodies: Sequence[Callable[[], Any]]) -> Any:
-        if not watchers:
-            with self._mirrored.run_end(len(self.devices)):
-                return merge(self._call(run, bodies))
-        watcher, *others = watchers
+    def _within_moments(self, run: Run, watchers: Sequence[Watcher], remaining: Sequence[Watcher]) -> Any:
+        if not remaining:
+            return self._call_all(run, watchers)
+        watcher, *others = remaining
         watcher.run_begins(run)
         try:
-            results = self._within_moments(run, others, bodies)
+            results = self._within_moments(run, watchers, others)
         except BaseException as error:
             watcher.run_ended(run, error)
             raise
         watcher.run_ended(run, None)
         return results
+
+    def _call_all(self, run: Run, watchers: Sequence[Watcher]) -> Any:
+        """Calls the step in all replicas, and joins the results."""
+        bodies: list[Callable[[], Any]] = []
+        for replica, (args, kwargs) in enumerate(run.views):
+            body = partial(run.fn, *args, **kwargs)
+            bodies.append(partial(self._call_watched, watchers, replica, body) if watchers else body)
+        with self._mirrored.run_end(len(self.devices)):
+            return merge(self._call(run, bodies))
 
     def _call_watched(self, watchers: Sequence[Watcher], replica: int, body: Callable[[], Any]) -> Any:
         """Calls the body of a replica within the moments of the watchers, in the replica's thread."""

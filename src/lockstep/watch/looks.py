@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from lockstep._torch_compat import is_profiled
+from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.issue_policy import code_of, unwrapped
 from lockstep.replicas.rng.mode import ReplicaRng
@@ -45,13 +46,21 @@ class Looks(Watcher):
 
     def looks_at(self, run: Run) -> Sequence[Watcher]:
         modules = self._objects.modules
-        # Watches use hooks, which torch.compile would compile too.
-        if any(module.is_compiled for module in modules):
-            return ()
-        count = self._count_of(run)
+        for module in modules:
+            # Watches use hooks, which torch.compile would compile too.
+            if module.is_compiled:
+                return ()
+        count, first = self._count_of(run), run.rows[0]
         count.runs += 1
-        count.with_rows += any((number or 0) > 1 for number in run.rows)
-        return tuple(self._chosen(run, count))
+        has_rows, is_even = False, True
+        for rows in run.rows:
+            has_rows, is_even = has_rows or (rows or 0) > 1, is_even and rows == first
+        count.with_rows += has_rows
+        losses = count.losses
+        rests = count.runs > 1 and not losses.waits and (is_even or losses.saw_uneven)
+        if rests and not self._is_due(run, count):
+            return ()
+        return tuple(self._chosen(run, count, modules))
 
     def _count_of(self, run: Run) -> RunCount:
         step, mirrored = _step_of(run.fn), self._objects.num_mirrored
@@ -60,9 +69,9 @@ class Looks(Watcher):
             count = self._counts[step] = RunCount(mirrored, StepLosses(run, self._objects.modules))
         return count
 
-    def _chosen(self, run: Run, count: RunCount) -> Iterator[Watcher]:
+    def _chosen(self, run: Run, count: RunCount, modules: Sequence[MirroredModule]) -> Iterator[Watcher]:
         """Yields what looks at the run. The last ends first, so that the losses are judged with what the rest saw."""
-        modules, losses = self._objects.modules, count.losses
+        losses = count.losses
         if count.runs == 1:
             yield LossLook(losses, run, modules)
             yield ProfiledCalls(run, self._modes)
@@ -72,21 +81,23 @@ class Looks(Watcher):
             losses.saw_uneven = True
             if losses.cycle and not losses.has_warned:
                 yield LossLook(losses, run, modules)
-        if run.distributed and self._checks_rows(run, count):
+        if self._is_due(run, count) and self._checks_rows(run, modules):
             yield RowCheck(run, modules, self._modes, count=count)
         if count.runs == 1:
             yield FirstRun(run, modules)
 
-    def _checks_rows(self, run: Run, count: RunCount) -> bool:
-        """Whether the rows of the shards are followed in this run: in some runs of the user's steps, and of fit's.
+    @staticmethod
+    def _is_due(run: Run, count: RunCount) -> bool:
+        on_cpu = run.strategy.devices[0].kind == "CPU"
+        return run.distributed and (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu))
+
+    def _checks_rows(self, run: Run, modules: Sequence[MirroredModule]) -> bool:
+        """Whether the rows of the shards are followed where it is due: in the user's steps, and in those of fit.
 
         Not in a run that is profiled, which would show work that other runs do not do.
         """
-        on_cpu = run.strategy.devices[0].kind == "CPU"
-        if not (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)) or is_profiled():
-            return False
         # A part's operators work on DTensors, whose rows the watch does not follow.
-        if any(module.is_part or module.shards_weights for module in self._objects.modules):
+        if is_profiled() or any(module.is_part or module.shards_weights for module in modules):
             return False
         return not is_of_the_package(run.fn) or _step_of(run.fn) in self._with_rows
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction
@@ -55,7 +56,7 @@ class RowCheck(Watcher):
     def __init__(
         self, run: Run, modules: Sequence[MirroredModule], modes: Sequence[ReplicaRng], *, count: RunCount
     ) -> None:
-        self._fn, self._modules, self._count, self._rows = run.fn, modules, count, run.rows
+        self._fn, self._modules, self._modes, self._count, self._rows = run.fn, modules, modes, count, run.rows
         self._is_of_user = not is_of_the_package(run.fn)
         self._shards = distributed_leaves(run.arguments, len(run.rows))
         # The losses of this run, if it is not the first, whose look collects them itself. That a step calls collectives
@@ -104,7 +105,7 @@ class RowCheck(Watcher):
     def differentiates(self, replica: int, differentiation: Differentiation) -> None:
         looks = self._count.runs > 1 and self._is_of_user and self._watches[replica] is not None
         if looks and not differentiation.returns and differentiation.inputs is None:
-            with DisableTorchFunction():  # the program's modes do not see it
+            with torch.no_grad(), self._modes[replica].aside(), DisableTorchFunction():  # unseen
                 self._passes[replica].begins_again_at(differentiation.roots)
 
     def run_ended(self, run: Run, error: BaseException | None) -> None:
