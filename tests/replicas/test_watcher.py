@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +14,17 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.watcher import Run, Totals, Watcher, ambient_watchers, watching
+from lockstep.errors import UsageError
+from lockstep.replicas.watcher import (
+    PROCEED,
+    Differentiation,
+    Run,
+    TorchCalled,
+    Totals,
+    Watcher,
+    ambient_watchers,
+    watching,
+)
 
 if TYPE_CHECKING:
     from lockstep.config import LogicalDevice
@@ -121,3 +135,181 @@ def test_the_modules_of_a_strategy_are_listed_in_order(make_strategy: Callable[.
 
     assert isinstance(strategy, ls.Strategy)
     assert strategy.mirrored_modules == (first, second)
+
+
+class Diary(Watcher):
+    """Writes down the moments of replica 0 and of the caller, and fails in one of them."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.moments: list[str] = []
+        self.error: BaseException | None = None
+        self._failing = failing
+
+    def note(self, moment: str, replica: int = 0) -> None:
+        if replica == 0:
+            self.moments.append(moment)
+        if moment == self._failing:
+            raise EnoughSeen(moment)
+
+    def run_begins(self, run: Run) -> None:
+        self.note("run_begins")
+
+    @contextmanager
+    def in_replica(self, replica: int) -> Iterator[None]:
+        self.note("in_replica", replica)
+        yield
+        self.note("left", replica)
+
+    def torch_called(self, replica: int) -> TorchCalled | None:
+        def look(func: Any, args: Any, kwargs: Any) -> Any:
+            if func in (torch.Tensor.sum, torch.Tensor.neg):
+                self.note(func.__name__, replica)
+            return PROCEED
+
+        return look
+
+    def differentiates(self, replica: int, differentiation: Differentiation) -> None:
+        (root,) = differentiation.roots
+        assert root.grad_fn is not None
+        assert (differentiation.inputs is None) is not differentiation.returns
+        self.note("differentiates", replica)
+
+    def collective_called(self, replica: int, name: str, value: Any) -> None:
+        self.note(name, replica)
+
+    def update_begins(self, replica: int, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
+        self.note("update_begins", replica)
+
+    def update_ended(self, replica: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.note("update_ended", replica)
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        self.error = error
+        self.note("run_ended")
+
+
+class EnoughSeen(BaseException):
+    pass
+
+
+MOMENTS = [
+    *("run_begins", "in_replica", "differentiates", "sum", "all_reduce", "differentiates"),
+    *("update_begins", "update_ended", "left", "run_ended"),
+]
+
+
+def watched_step(strategy: MirroredStrategy) -> Callable[[torch.Tensor], None]:
+    module = strategy.mirror(nn.Linear(3, 1))
+    optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
+
+    def step(x: torch.Tensor) -> None:
+        context = ls.get_replica_context()
+        assert context is not None
+        leaf = x.clone().requires_grad_()
+        torch.autograd.grad(leaf.mean(), leaf)
+        loss = module(x).sum()
+        context.all_reduce("sum", loss.detach())
+        loss.backward()
+        optimizer.step()
+        context.merge_call(lambda strategy: X.neg())  # for all replicas, and so no call of a replica
+
+    return step
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_moment_comes_when_it_should(make_strategy: Callable[..., MirroredStrategy], replicas: int):
+    diary, strategy = Diary(), make_strategy(replicas)
+    step = watched_step(strategy)
+
+    for _ in range(3):  # beside the looks at a first run, and without
+        with strategy.watched_by(diary):
+            strategy.run(step, (X,))
+    strategy.run(step, (X,))
+
+    assert diary.moments == MOMENTS * 3
+    assert diary.error is None
+
+
+@pytest.mark.parametrize("moment", dict.fromkeys(MOMENTS))
+def test_what_a_moment_raises_ends_the_run(make_strategy: Callable[..., MirroredStrategy], moment: str):
+    strategy, outer = make_strategy(2), Diary()
+    step = watched_step(strategy)
+
+    with strategy.watched_by(outer), strategy.watched_by(Diary(moment)), pytest.raises(EnoughSeen, match=moment):
+        strategy.run(step, (X,))
+    assert isinstance(outer.error, EnoughSeen)
+    assert outer.moments[-1] == "run_ended"
+
+    strategy.run(step, (X,))
+
+
+def test_the_first_answer_to_a_torch_call_stands(make_strategy: Callable[..., MirroredStrategy]):
+    class Answering(Watcher):
+        def __init__(self, answer: int) -> None:
+            self.answer = answer
+
+        def torch_called(self, replica: int) -> TorchCalled | None:
+            return lambda func, *_: torch.tensor(self.answer) if func is torch.Tensor.sum else PROCEED
+
+    strategy = make_strategy(1)
+    with strategy.watched_by(Answering(7)), strategy.watched_by(Answering(8)):
+        assert strategy.run(lambda: int(X.sum())) == 7
+
+
+def calls_of_a_run(strategy: MirroredStrategy) -> int:
+    """The calls of the engine in the caller's thread, of a run that is not the first of its step."""
+    calls = [0]
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls[0] += event == "call" and "/lockstep/" in frame.f_code.co_filename
+
+    def step() -> None: ...
+
+    for _ in range(2):
+        strategy.run(step)
+    sys.setprofile(count)
+    try:
+        strategy.run(step)
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+def test_a_run_that_nobody_looks_at_costs_nothing(make_strategy: Callable[..., MirroredStrategy]):
+    class Indifferent(Diary):
+        def looks_at(self, run: Run) -> Sequence[Watcher]:
+            return ()
+
+    strategy, watcher = make_strategy(2), Indifferent()
+    strategy.watchers.clear()
+    plain = calls_of_a_run(strategy)
+
+    with strategy.watched_by(watcher):
+        assert calls_of_a_run(strategy) == plain
+    assert watcher.moments == []
+    with strategy.watched_by(Diary()):
+        assert calls_of_a_run(strategy) > plain
+
+
+def test_a_watcher_is_switched_off_alone(make_strategy: Callable[..., MirroredStrategy]):
+    strategy, calls = make_strategy(2), [0]
+    module = nn.Linear(3, 1)
+    mirrored = strategy.mirror(module)
+
+    def counts(x: torch.Tensor) -> None:
+        calls[0] += 1
+
+    def penalises(x: torch.Tensor) -> None:
+        module.weight.square().sum().backward()
+
+    strategy.watchers.remove(strategy.looks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy.run(counts, (X,))
+        with pytest.raises(UsageError, match="plain Linear"):  # by the guard, which looks on
+            strategy.run(penalises, (X,))
+
+    strategy.watchers.append(strategy.looks)
+    with pytest.warns(UserWarning, match="changes 'calls'"):
+        strategy.run(counts, (X,))
+    assert mirrored.module is module
