@@ -4,30 +4,49 @@
     torch.autograd.grad(loss, weights)               is the gradient of one shard summed before it is used?
 
 Gradients of replicas are added up, so a loss is a sum over rows divided by the size of the global batch. A mean over
-the shard, or a penalty that each replica adds, would count once for each replica.
+the shard, or a penalty that each replica adds, would count once for each replica. If the first run makes no update,
+they are judged in the run that does: a loss may be divided by the number of accumulated runs. The first uneven batch
+is looked at once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from lockstep._torch_compat import DisableTorchFunction, disable_dispatch_modes, saved_tensors_hooks, tree_leaves
+from lockstep.collectives.communicator import call_site
 from lockstep.mirroring.module.buffers import tensor_digest
-from lockstep.replicas.watcher import listed
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.replicas.watcher import PROCEED, Differentiation, Run, TorchCalled, Watcher, listed
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
+from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
-# Names of nodes in the autograd graph, as torch 2.13 has them; ``_torch_compat`` refuses a torch that renames one.
-_SUMS = ("AddBackward", "SubBackward", "RsubBackward")
-_SCALES = ("MulBackward", "DivBackward")
-_SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
-_MEANS = ("MeanBackward", "SumBackward")
-_LISTS = ("StackBackward", "CatBackward")
-_LEAF = "AccumulateGrad"
+
+def _kinds(*results: Tensor) -> frozenset[type]:
+    return frozenset(type(result.grad_fn) for result in results)
+
+
+# A node of an autograd graph is told by the type of what torch makes here, and not by the name that a torch gives it.
+with torch.inference_mode(False), torch.enable_grad():  # the import may be in a block without gradients
+    _x = torch.ones(1, requires_grad=True)
+    _SUMS = _kinds(_x + _x, _x + 1, _x - _x, _x - 1, 1 - _x, torch.rsub(_x, _x))
+    _DIVISIONS = _kinds(_x / _x, _x / 2)
+    _SCALES = _DIVISIONS | _kinds(_x * _x, _x * 2)
+    _SAME = _kinds(-_x, _x.double(), _x.clone(), _x.view(1, 1), torch.ops.aten.alias(_x)) | _kinds(
+        _x.squeeze(), _x.squeeze(0), _x.squeeze((0,))
+    )
+    _MEANS, _ITEM_SUMS = _kinds(_x.mean(), _x.mean(0)), _kinds(_x.sum(), _x.sum(0))
+    _LISTS = _kinds(torch.stack([_x, _x]), torch.cat([_x, _x]))
+    _LEAF = type((_x + 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
 _SAMPLED = 1024  # values, at least, that the digest of a larger tensor is made of
@@ -210,10 +229,10 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
         if not waiting:
             return
         node, factors = waiting.pop()
-        name, following = _name(node), [child for child, _ in node.next_functions if child is not None]
-        if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
+        kind, following = type(node), [child for child, _ in node.next_functions if child is not None]
+        if kind in _SUMS or (kind in _SAME and len(following) == 1):
             waiting += [(child, factors) for child in following]
-        elif name.startswith(_SCALES) and len(following) == 1:
+        elif kind in _SCALES and len(following) == 1:
             waiting.append((following[0], (*factors, *_factor(node))))
         else:
             yield node, factors
@@ -225,12 +244,12 @@ def _factor(node: Any) -> Iterator[float]:
         value = _saved(node, name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             number = float(value.detach())
-            yield 1 / number if _name(node).startswith("DivBackward") and number else number
+            yield 1 / number if type(node) in _DIVISIONS and number else number
             return
 
 
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool, digests: bool, by_hand: bool) -> Term:
-    is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
+    is_sum = type(node) in _ITEM_SUMS and bool(_saved(node, "_saved_self_sym_sizes"))
     mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved and digests else None
     if is_sum and not by_hand:
         mean_over = None
@@ -246,16 +265,15 @@ def _labels(node: Any) -> float | None:
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
-    name = _name(node)
-    if name.startswith(_MEANS):
+    if type(node) in _MEANS | _ITEM_SUMS:
         sizes = _saved(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
         # A mean of a stack or a list of losses is one over losses and not over rows.
-        if not sizes or (child is not None and _name(child).startswith(_LISTS)):
+        if not sizes or type(child) in _LISTS:
             return None
         size = int(sizes[0])
         by_hand = any(math.isclose(factor, 1 / size) for factor in factors) if size else False
-        return size if name.startswith("MeanBackward") or by_hand else None
+        return size if type(node) in _MEANS or by_hand else None
     if not saved or _saved(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
     inputs = _saved(node, "_saved_self")
@@ -271,10 +289,10 @@ def _digest(root: Any) -> int | None:
         # A Function of Python may compute with anything that it does not save.
         if len(visited) > _NODES or isinstance(node, _OF_PYTHON):
             return None
-        if _name(node) == _LEAF:
+        if type(node) is _LEAF:
             weights = True
             continue
-        digest = hash((digest, _name(node)))
+        digest = hash((digest, type(node)))
         for attribute in sorted(name for name in dir(node) if name.startswith("_saved_")):
             try:
                 value = getattr(node, attribute)
@@ -289,7 +307,7 @@ def _digest(root: Any) -> int | None:
             if not tensors:
                 digest = hash((digest, repr(value)))
         following = [child for child, _ in node.next_functions]
-        binary = binary or (None in following and not _name(node).startswith(_SCALES))
+        binary = binary or (None in following and type(node) not in _SCALES)
         for child in following:
             if child is not None and child not in visited:
                 visited.add(child)
@@ -310,14 +328,124 @@ def _sample(tensor: Tensor) -> int:
     return tensor_digest(tensor.flatten()[::step])
 
 
-def _name(node: Any) -> str:
-    """Such as "MeanBackward0"; a function of Python's may be called anything."""
-    return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
-
-
 def _saved(node: Any, name: str) -> Any:
     """What a function has saved; None where it is freed, or has been changed in place since."""
     try:
         return getattr(node, name, None)
     except RuntimeError:
         return None
+
+
+class StepLosses:
+    """What has shown of the losses of one step function, from its first run on.
+
+    Attributes:
+        cycle: the number of runs whose gradients are accumulated for an update; 0 while it is not known.
+        waits: whether an update is waited for, when ``cycle`` shows.
+        saw_uneven: whether a run was looked at whose shards have different sizes. Means over equal shards are right if
+            they are divided by their number; the first uneven batch shows one that is not.
+        calls_collectives: whether the step has called a collective.
+        has_warned: whether it was warned of a loss.
+        passes, rows: of each local replica, in the run that was looked at.
+        mixing: what was found of rows in the first run.
+    """
+
+    def __init__(self, run: Run, modules: Sequence[MirroredModule]) -> None:
+        # Not the function, which would live as long as the strategy.
+        self._step, self.replicas = description_of_step(run.fn), run.strategy.num_replicas_in_sync
+        self.is_of_user = run.distributed and not is_of_the_package(run.fn)
+        # Weak references: this may wait for an update as long as the step function lives.
+        self._modules = [ref(module) for module in modules]
+        self.cycle, self.saw_uneven = 0, len(set(run.rows)) > 1
+        self.waits = self.calls_collectives = self.has_warned = False
+        self.passes: Sequence[Passes] = ()
+        self.rows: Sequence[int | None] = ()
+        self.mixing: Mixing | None = None
+
+    def accumulates(self) -> bool:
+        """Whether gradients wait for an update. Until then each copy has those of its replica."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        # An update takes the gradients of all copies away, so those of other copies show one that has not come.
+        parameters = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
+        self.waits = any(parameter.grad is not None for parameter in parameters)
+        return self.waits
+
+    def warn(self, *, cycle: int) -> None:
+        """Warns of the losses that were noted, whose gradients are accumulated over ``cycle`` runs."""
+        self.cycle = cycle
+        if self.is_of_user:
+            for message in loss_warnings(self.passes, self.rows, self.replicas, mixing=self.mixing, cycle=cycle):
+                self.has_warned = True
+                warn_caller(f"{self._step} {message}")
+
+
+class LossLook(Watcher):
+    """Looks at the losses of a step's first run, or of the first one whose shards have different sizes."""
+
+    def __init__(self, losses: StepLosses, run: Run, modules: Sequence[MirroredModule]) -> None:
+        self._losses, self._has_others = losses, len(run.rows) > 1
+        self._passes = [Passes() for _ in run.rows]
+        self._weights = {id(weight) for module in modules for copy in module.copies for weight in copy.parameters()}
+        self._saves_by_hooks = False
+        self._is_first = not losses.passes
+
+    def torch_called(self, replica: int) -> TorchCalled | None:
+        return partial(self._note_hooks, saved_tensors_hooks(True))
+
+    def _note_hooks(self, hooks: Any, *_: Any) -> Any:
+        # What hooks have saved, as gradient checkpointing's, would be computed anew if it were looked at.
+        self._saves_by_hooks |= saved_tensors_hooks(True) != hooks
+        return PROCEED
+
+    def differentiates(self, replica: int, differentiation: Differentiation) -> None:
+        if not self._has_others:
+            return
+        passes, inputs = self._passes[replica], differentiation.inputs
+        with _unseen():
+            if differentiation.returns:
+                weights = [leaf for leaf in inputs or () if isinstance(leaf, Tensor)]
+                if any(id(weight) in self._weights for weight in weights):
+                    passes.differentiates(differentiation.roots, weights, call_site())
+            elif inputs is None:
+                passes.begins_at(differentiation.roots, saved=not self._saves_by_hooks)
+
+    def collective_called(self, replica: int, name: str, value: Any) -> None:
+        if not self._has_others:
+            return
+        self._passes[replica].calls_collectives = True
+        with _unseen():
+            for leaf in tree_leaves(value) if name == "all_reduce" else ():
+                if isinstance(leaf, Tensor):
+                    self._passes[replica].summed(leaf)
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        losses = self._losses
+        if error is not None:
+            return
+        for passes in self._passes:
+            passes.forget_graphs()
+            losses.calls_collectives |= passes.calls_collectives
+        losses.passes, losses.rows = self._passes, run.rows
+        if self._is_first:
+            losses.warn(cycle=0 if losses.accumulates() else 1)
+        else:
+            losses.mixing = None
+            losses.warn(cycle=losses.cycle)
+
+
+class UpdateWait(Watcher):
+    """Waits in later runs for the update that uses the gradients of the first, when its losses can be judged."""
+
+    def __init__(self, losses: StepLosses, runs: int) -> None:
+        self._losses, self._runs = losses, runs
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        if error is None and not self._losses.accumulates() and not self._losses.has_warned:
+            self._losses.warn(cycle=self._runs)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hides from the program's modes what is computed here, and ignores errors, as of tensors freed meanwhile."""
+    with suppress(Exception), DisableTorchFunction(), torch.no_grad(), disable_dispatch_modes():
+        yield

@@ -20,11 +20,11 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.issue_policy import code_of, unwrapped
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.replicas.watcher import Run, Watcher
+from lockstep.watch.backward_check import LossLook, StepLosses, UpdateWait
 from lockstep.watch.first_run import FirstRun
 from lockstep.watch.profiled_calls import ProfiledCalls
 from lockstep.watch.row_check import RowCheck, RunCount
 from lockstep.watch.rows import is_due
-from lockstep.watch.step_losses import LossLook, StepLosses, UpdateWait
 from lockstep.watch.step_names import is_of_the_package
 
 

@@ -1,22 +1,27 @@
 """Sees the Python functions that a step's first run calls, where no function mode of torch does.
 
-    random.random(), numpy.random.rand()      draws from streams that all replicas have in common
-    numpy.random.default_rng(step)            generators that replicas seed alike (``seeded_draws``)
-    torch.func.jvp, torch.func.functional_call      what replicas cannot do at the same time
+    random.random(), numpy.random.rand()                       draws from streams that all replicas have in common
+    torch.manual_seed(step), numpy.random.default_rng(step)    generators that replicas seed alike
+    torch.func.jvp, torch.func.functional_call                 what replicas cannot do at the same time
 
 Generators of Python and NumPy draw in C, and a program may have bound their functions to names of its own, so that only
 a function of ``sys.setprofile`` sees all draws. It is slow, so only a first run has one. A profiler of the program's is
-left alone, since a thread has one such function.
+left alone, since a thread has one such function. Seeds are told by the states that draws begin at: those that differ by
+replica are right, and so are seeds that nothing is drawn after.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any
@@ -24,6 +29,7 @@ from typing import Any
 import torch
 
 from lockstep._torch_compat import DisableTorchFunction, functional_call_code
+from lockstep.collectives.communicator import call_site
 from lockstep.errors import UsageError
 from lockstep.introspection import attribute_of, is_kind
 from lockstep.mirroring.module.module import MirroredModule
@@ -31,7 +37,6 @@ from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
 from lockstep.replicas.watcher import PROCEED, Run, TorchCalled, Watcher
 from lockstep.watch.captures import is_of_a_library
-from lockstep.watch.seeded_draws import SeededDraws, equal_draws, same_numbers
 from lockstep.watch.step_guard import refuse_forward_mode
 from lockstep.watch.step_names import LIBRARIES, description_of_step, warn_of_step
 
@@ -42,6 +47,66 @@ DRAW_ADVICE = (
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _GENERATORS = (torch.Generator, random.Random)
 _PYTHON_GENERATOR: Any = attribute_of(random.random, "__self__")
+_SEEDS = ("manual_seed", "set_state")
+"""Methods of ``torch.Generator`` that ``torch.manual_seed``, ``torch.set_rng_state`` and their like call."""
+_DRAWS = ("random", "getrandbits")
+"""Methods in C of ``random.Random`` that all others draw with."""
+_SEED_ADVICE = (
+    "so that rows of different replicas get the same noise; put the replica's number into the seed (seed * "
+    "context.num_replicas_in_sync + context.replica_id_in_sync_group, with context = ls.get_replica_context()), or "
+    "leave the seed out: each replica has numbers of its own, from the strategy's seed. Where all are to draw the same "
+    'numbers, as in zeroth-order training, say so with warnings.filterwarnings("ignore", "the step .* same random '
+    'numbers")'
+)
+
+
+@dataclass(slots=True)
+class SeededDraws:
+    """What one replica draws after a seed of the step, or from generators that are not its own stream."""
+
+    draws: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """By a digest of the state that a draw begins at: the generator, held so that no other has its id, and the line."""
+    _is_seeded: bool = False
+
+    def called_in_c(self, function: Any, line: Callable[[], str]) -> None:
+        """Notes a call of a function in C that the step is about to make."""
+        if type(function) is not BuiltinFunctionType:
+            return
+        owner = function.__self__
+        if type(owner) is torch.Generator:
+            self._is_seeded |= function.__name__ in _SEEDS
+        elif type(owner) is random.Random and function.__name__ in _DRAWS and owner is not _PYTHON_GENERATOR:
+            self.add(owner, repr(owner.getstate()).encode(), line())
+
+    def called(self, rng: ReplicaRng, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of a random function of torch that the step is about to make. ``rng`` makes its draws."""
+        for generator in (value for value in (*args, *kwargs.values()) if type(value) is torch.Generator):
+            self.add(generator, generator.get_state().numpy().tobytes(), call_site())
+            return
+        # Only the first draw after a seed is looked at: the ones after it go on from the same state.
+        if self._is_seeded:
+            self._is_seeded = False
+            for generator in (rng.generator, *torch.cuda.default_generators):  # replicas of one GPU have one in turn
+                self.add(rng, generator.get_state().numpy().tobytes(), call_site())
+
+    def returns(self, frame: FrameType) -> None:
+        """Notes the NumPy generators among the local variables of a user's function that returns."""
+        # NumPy's generators draw in Cython, which no profile function sees: their states are read as a function ends.
+        numpy: Any = sys.modules.get("numpy")
+        kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+        for value in frame.f_locals.values() if kinds else ():
+            if type(value) in kinds:
+                code = frame.f_code
+                self.add(value, pickle.dumps(value), f"{code.co_filename.rpartition('/')[2]} in {code.co_name}")
+
+    def add(self, generator: Any, state: bytes, line: str) -> None:
+        """Notes a draw."""
+        # 32 bits, as many as a record between workers has for them.
+        self.draws.setdefault(zlib.crc32(state), (generator, line))
+
+    def digest(self) -> int:
+        """32 bits of all draws, to be compared with those of other workers; 0 if there are none."""
+        return zlib.crc32(repr(sorted(self.draws)).encode()) if self.draws else 0
 
 
 class ProfiledCalls(Watcher):
@@ -138,14 +203,14 @@ class ProfiledCalls(Watcher):
                     f"so {DRAW_ADVICE}",
                 )
 
-    def _warn_of_equal_draws(self, run: Run) -> None:
-        line = equal_draws(self._seeded_draws)
+    def _warn_of__equal_draws(self, run: Run) -> None:
+        line = _equal_draws(self._seeded_draws)
         if line:
-            warn_of_step(self._fn, same_numbers(line))
+            warn_of_step(self._fn, _same_numbers(line))
         elif run.strategy.num_replicas_in_sync > len(run.rows):
             digest, lines = self._seeded_draws[0].digest(), [line for _, line in self._seeded_draws[0].draws.values()]
             if digest:
-                message = f"{description_of_step(self._fn)} {same_numbers(lines[0])}"
+                message = f"{description_of_step(self._fn)} {_same_numbers(lines[0])}"
                 run.strategy.workers.compare_draws(digest, partial(warnings.warn, message))
 
 
@@ -180,3 +245,19 @@ def _draws(functions: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> l
         if draws and not code.co_filename.startswith(libraries):
             lines[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
     return list(lines)
+
+
+def _equal_draws(replicas: Sequence[SeededDraws]) -> str:
+    """Where two replicas draw the same numbers, from generators of their own; empty if none do."""
+    for one, other in combinations(replicas, 2):
+        for state in one.draws.keys() & other.draws.keys():
+            (generator, line), (another, _) = one.draws[state], other.draws[state]
+            # One generator in both replicas has one stream, of which ``ProfiledCalls`` warns otherwise.
+            if generator is not another:
+                return line
+    return ""
+
+
+def _same_numbers(line: str) -> str:
+    """The warning about a draw that is the same in several replicas."""
+    return f"draws the same random numbers in several replicas at {line}, since they seed alike, {_SEED_ADVICE}"
