@@ -203,7 +203,7 @@ class ProfiledCalls(Watcher):
                     f"so {DRAW_ADVICE}",
                 )
 
-    def _warn_of__equal_draws(self, run: Run) -> None:
+    def _warn_of_equal_draws(self, run: Run) -> None:
         line = _equal_draws(self._seeded_draws)
         if line:
             warn_of_step(self._fn, _same_numbers(line))
