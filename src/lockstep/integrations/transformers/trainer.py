@@ -222,7 +222,7 @@ class Trainer(transformers.Trainer):
             if self._loss_check.is_due():
                 self._decide_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
-            rows = self._loss_check.rows_of_step(self.strategy, shards)
+            rows = self._loss_check.rows_of_step(self.strategy, shards.values)
             with nullcontext() if rows is None else self.strategy.watched_by(rows):
                 losses = self._run(self._train_shard, (shards, num_items_in_batch))
             if self._agrees_on_memory and self.accelerator.sync_gradients:
