@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -256,23 +257,24 @@ def test_the_first_answer_to_a_torch_call_stands(make_strategy: Callable[..., Mi
         assert strategy.run(lambda: int(X.sum())) == 7
 
 
-def calls_of_a_run(strategy: MirroredStrategy) -> int:
-    """The calls of the engine in the caller's thread, of a run that is not the first of its step."""
+def cost_of_a_run(strategy: MirroredStrategy) -> int:
+    """The engine's calls in the caller's thread and the frames in a replica's, of a later run of a step."""
     calls = [0]
 
     def count(frame: FrameType, event: str, _: object) -> None:
         calls[0] += event == "call" and "/lockstep/" in frame.f_code.co_filename
 
-    def step() -> None: ...
+    def step() -> int:
+        return len(list(walk_stack(None)))
 
     for _ in range(2):
         strategy.run(step)
     sys.setprofile(count)
     try:
-        strategy.run(step)
+        frames = strategy.run(step)
     finally:
         sys.setprofile(None)
-    return calls[0]
+    return calls[0] + int(frames)
 
 
 def test_a_run_that_nobody_looks_at_costs_nothing(make_strategy: Callable[..., MirroredStrategy]):
@@ -282,13 +284,13 @@ def test_a_run_that_nobody_looks_at_costs_nothing(make_strategy: Callable[..., M
 
     strategy, watcher = make_strategy(2), Indifferent()
     strategy.watchers.clear()
-    plain = calls_of_a_run(strategy)
+    plain = cost_of_a_run(strategy)
 
     with strategy.watched_by(watcher):
-        assert calls_of_a_run(strategy) == plain
+        assert cost_of_a_run(strategy) == plain
     assert watcher.moments == []
     with strategy.watched_by(Diary()):
-        assert calls_of_a_run(strategy) > plain
+        assert cost_of_a_run(strategy) > plain
 
 
 def test_a_watcher_is_switched_off_alone(make_strategy: Callable[..., MirroredStrategy]):
