@@ -156,7 +156,7 @@ class Strategy(ABC):
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
     @abstractmethod
-    def _call(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Calls one body in each replica's context and returns their results."""
 
     @property
@@ -238,7 +238,9 @@ class Strategy(ABC):
         self._check_run(fn, args, kwargs)
         run = self._view_run(fn, args, kwargs)
         watchers = self._watch(run)
-        results = self._execute(run, watchers)
+        moments = self._moments(run, watchers) if watchers else nullcontext()
+        with OwnFramesHidden(), Scope(self), moments, self._mirrored.run_end(len(self.devices)):
+            results = self._execute(run, self._bodies(run, watchers))
         return self._merge(results)
 
     def _check_run(self, fn: Any, args: Any, kwargs: Any) -> None:
@@ -268,32 +270,29 @@ class Strategy(ABC):
             watchers += watcher.looks_at(run)
         return watchers
 
-    def _execute(self, run: Run, watchers: Sequence[Watcher]) -> Any:
-        """Runs the step in all replicas, within the moments of the watchers."""
-        with OwnFramesHidden(), Scope(self):
-            return self._within_moments(run, watchers, watchers) if watchers else self._call_all(run, ())
-
-    def _within_moments(self, run: Run, watchers: Sequence[Watcher], remaining: Sequence[Watcher]) -> Any:
-        if not remaining:
-            return self._call_all(run, watchers)
-        watcher, *others = remaining
+    @contextmanager
+    def _moments(self, run: Run, watchers: Sequence[Watcher]) -> Iterator[None]:
+        """A block around the run: the moments of its watchers, of whom the last to begin is the first to end."""
+        if not watchers:
+            yield
+            return
+        watcher, *others = watchers
         watcher.run_begins(run)
         try:
-            results = self._within_moments(run, watchers, others)
+            with self._moments(run, others):
+                yield
         except BaseException as error:
             watcher.run_ended(run, error)
             raise
         watcher.run_ended(run, None)
-        return results
 
-    def _call_all(self, run: Run, watchers: Sequence[Watcher]) -> Any:
-        """Calls the step in all replicas, and joins the results."""
+    def _bodies(self, run: Run, watchers: Sequence[Watcher]) -> list[Callable[[], Any]]:
+        """What each replica calls: the user's function, within the moments of the watchers if there are any."""
         bodies: list[Callable[[], Any]] = []
         for replica, (args, kwargs) in enumerate(run.views):
             body = partial(run.fn, *args, **kwargs)
             bodies.append(partial(self._call_watched, watchers, replica, body) if watchers else body)
-        with self._mirrored.run_end(len(self.devices)):
-            return merge(self._call(run, bodies))
+        return bodies
 
     def _call_watched(self, watchers: Sequence[Watcher], replica: int, body: Callable[[], Any]) -> Any:
         """Calls the body of a replica within the moments of the watchers, in the replica's thread."""
@@ -307,10 +306,11 @@ class Strategy(ABC):
                 blocks.enter_context(modes[replica].looked_at_by(looks))
             return body()
 
-    def _merge(self, results: Any) -> Any:
-        """Sums the gradients that the run has left, so that a program outside sees those of one device."""
+    def _merge(self, results: Sequence[Any]) -> Any:
+        """Joins the results; sums the gradients that the run has left, as a program outside sees those of one device."""
+        merged = merge(results)
         self._mirrored.sum_after_run(self)
-        return results
+        return merged
 
     def _note(self, run: Run, name: str, replica: int, error: BaseException) -> str:
         """The note on an error of the replica of that name and local number."""
@@ -527,7 +527,7 @@ class ThreadedStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return self._runner.function_modes
 
-    def _call(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(run.fn, "__qualname__", type(run.fn).__qualname__)
             # Others name it if this worker is lost in the run; with the line, for a program has many runs.
@@ -635,7 +635,7 @@ class DefaultStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return ()
 
-    def _call(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         device = self.devices[0]
         # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def warn_of_step(fn: Callable[..., Any], message: str) -> None:
 def warn_caller(message: str) -> None:
     """Warns at the program's line that runs a step, however many calls of this package are between."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    between = (*LIBRARIES, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
