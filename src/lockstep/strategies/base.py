@@ -307,7 +307,7 @@ class Strategy(ABC):
             return body()
 
     def _merge(self, results: Sequence[Any]) -> Any:
-        """Joins the results; sums the gradients that the run has left, as a program outside sees those of one device."""
+        """Joins the results; sums the gradients that the run has left: a program outside sees those of one device."""
         merged = merge(results)
         self._mirrored.sum_after_run(self)
         return merged
