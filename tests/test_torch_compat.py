@@ -43,6 +43,13 @@ def test_what_is_missing_is_named_with_its_purpose_and_the_version(
     assert name in str(raised.value)
 
 
+def test_a_node_that_saves_something_else_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "sum", torch.Tensor.exp)
+
+    with pytest.raises(ImportError, match=r"nodes of a loss have saved.*_saved_self_sym_sizes"):
+        runpy.run_path(compat.__file__)
+
+
 def test_with_this_torch_nothing_is_missing():
     assert runpy.run_path(compat.__file__)["tree_map"] is compat.tree_map
 

@@ -204,7 +204,7 @@ def test_uncaught_errors_have_the_frames_that_one_device_would_show(python: Call
     assert frames["run own"] == ["shown", "own"]
     assert frames["run forward"] == ["shown", "forward", "forward", "forward"]  # of Sequential and Linear
     assert frames["run backward"] == ["shown", "backward", "backward", "backward", "_make_grads"]
-    assert frames["run lacking"] == ["shown", "run"]  # the last frame stays
+    assert frames["run lacking"] == ["shown", "_call_watched"]  # the last frame stays, which calls the step
     assert frames["without_ours"][:2] == ["shown", "without_ours"]
     assert "_call_impl" in frames["without_ours"]
     assert "forward" in frames["without_ours"]

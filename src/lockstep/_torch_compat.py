@@ -115,6 +115,20 @@ with _probe("telling reads and writes of gradients and data in a step"):
     VF: Any = torch._VF
     MAKE_DUAL: Any = VF._make_dual
 
+# The import may be in a block without gradients.
+with _probe("reading what the nodes of a loss have saved"), torch.inference_mode(False), torch.enable_grad():
+    _leaf = torch.ones(2, requires_grad=True)
+    _label = torch.nn.functional.nll_loss(_leaf, torch.tensor(0)).grad_fn
+    for _node, _name in (
+        *(
+            (_leaf.sum().grad_fn, "self_sym_sizes"),
+            ((_leaf * _leaf).grad_fn, "other"),
+            ((_leaf * _leaf).grad_fn, "self"),
+        ),
+        *((_label, "self"), (_label, "target"), (_label, "reduction"), (_label, "total_weight")),
+    ):
+        getattr(_node, f"_saved_{_name}")
+
 with _probe("noticing writes into tensors, views and shared storage"):
     _tensor = torch.zeros(())
     _tensor._version, _tensor._is_view(), _tensor._base, _tensor.untyped_storage()._cdata

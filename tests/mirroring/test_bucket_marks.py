@@ -19,8 +19,6 @@ from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.collectives.sum_order import Node
 from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks, _Bucket
 from lockstep.mirroring.gradients.local_sum import Copies
-from lockstep.mirroring.partition import WholeModels
-from lockstep.mirroring.registry import MirroredObjects
 
 BUCKET_BYTES = 64
 
@@ -55,7 +53,7 @@ def train(devices: Sequence[ls.config.LogicalDevice]) -> tuple[nn.Module, Loop]:
         )
 
     with closing(ls.MirroredStrategy(devices, seed=0)) as strategy:
-        strategy._mirrored = MirroredObjects(make_exchange, WholeModels())
+        strategy._mirrored._make_exchange = make_exchange
         module = oracle.mlp()
         replicated = strategy.mirror(module)
         optimizer = strategy.mirror(oracle.sgd(module.parameters()))

@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.state import GradientHome
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 STATES = ("NONE", "REPLICAS", "PARTIAL_SUM", "FINAL_SUM", "SHOWN", "LOST")

@@ -15,7 +15,7 @@ from lockstep.errors import CollectiveError, NonFiniteLossError
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -19,7 +19,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostSyncs
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

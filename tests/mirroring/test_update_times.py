@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
 
 

@@ -123,6 +123,14 @@ def rows_of(leaf: Any) -> int | None:
     return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else None
 
 
+def first_rows(leaves: Iterable[Any]) -> int | None:
+    """Returns the number of rows of the first leaf that has rows; None if none has."""
+    for leaf in leaves:
+        if (rows := rows_of(leaf)) is not None:
+            return rows
+    return None
+
+
 def leaf_has_rows(leaf: Any) -> bool:
     """Whether a leaf has rows that can be divided."""
     return rows_of(leaf) is not None

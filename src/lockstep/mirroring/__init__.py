@@ -6,7 +6,6 @@ Begin with ``registry``, which knows everything that one strategy has mirrored.
 - ``gradients/``: how gradients are summed over replicas and workers.
 - ``optim/``: the mirrored optimizer and its step.
 - ``zero1``: optimizer state divided among workers. ``partition``: which part of a model a worker holds.
-- ``step_guard``: refuses calls in a step that would give other numbers than one device.
 - ``variable``, ``metric``: the other objects that can be mirrored.
 
 ``optim`` uses ``gradients``, and ``module`` neither of them.

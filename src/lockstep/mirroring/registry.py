@@ -1,6 +1,6 @@
 """The mirrored objects of one strategy, and what happens to all of them before and after a run.
 
-before   align: copies the user's changes to all replicas    guards: look at each replica's calls
+before   align: copies the user's changes to all replicas
 after    run_end: keeps each replica's attributes            sum_after_run: sums the gradients that are left
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
@@ -32,57 +30,31 @@ from lockstep.mirroring.optim.gradient_sums import GradientSums
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings, watch_plain_steps
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
-from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
-from lockstep.replicas.issue_policy import code_of, unwrapped
 from lockstep.replicas.owner import Owner
 
 
-@dataclass(slots=True)
-class RunCount:
-    """How often a step function has run since the last of so many modules was mirrored."""
-
-    modules: int
-    runs: int = 0
-    with_rows: int = 0  # runs in which a shard had several rows
-    look: Any = None  # what looked at the first run; it may still wait for an update
-    saw_uneven: bool = False  # whether the losses of a run were looked at whose shards had different sizes
-    row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``watch.rows.RowOutputs`` says
-    has_warned: bool = False  # of rows that are combined
-    has_read: bool = False  # numbers from rows, by Python or NumPy
-    module_states: list[dict[str, torch.Tensor]] = field(
-        default_factory=list
-    )  # of each replica: what its modules have kept
-    is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
-
-
-def _step_of(fn: Callable[..., Any]) -> type | CodeType:
-    """What tells a step function from others, and is the same for each object that a loop makes anew of it."""
-    return code_of(unwrapped(fn))
-
-
 class MirroredObjects:
-    """What one strategy has mirrored, held weakly: a mirrored module keeps its strategy alive, and not vice versa."""
+    """What one strategy has mirrored, held weakly: a mirrored module keeps its strategy alive, and not vice versa.
+
+    Attributes:
+        num_mirrored: how many modules have been mirrored so far.
+        optimizers: the mirrored optimizers in use.
+    """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
         self._make_exchange = make_exchange
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        # By code and not by function: a loop that writes its step as a lambda makes another function for each run.
-        self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
-        self._with_rows: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
-        self._num_mirrored = 0  # modules mirrored so far
+        self.num_mirrored = 0
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
-        self._without_sums_cache: list[tuple[nn.Parameter, ...]] | None = None
+        self._without_sums_cache: list[tuple[nn.Parameter, ...]] = []
         self._has_warned = False
-        self._num_optimizers = 0  # those that the cache knows
+        self._cached_at = (-1, -1, -1)  # the revision, and the number of optimizers, that the cache is of
         self._stepped_twice: set[int] = set()
-        self._claims = Claims()
-        self._guards: tuple[StepGuard, ...] = ()
-        self._guards_are_stale = True
-        self._num_guarded = 0  # modules that the guards know; one that is gone makes them stale, too
+        self._changes = 0
         # By module: with an optimizer the program keeps the sums alive, without one its module does.
         self._sums_by_hand: WeakKeyDictionary[MirroredModule, GradientSums] = WeakKeyDictionary()
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
@@ -92,6 +64,11 @@ class MirroredObjects:
     def modules(self) -> tuple[MirroredModule, ...]:
         """The modules in use, in the order of mirroring."""
         return tuple(self._modules.values())
+
+    @property
+    def revision(self) -> tuple[int, int]:
+        """Another value whenever a module, a weight or a sum of gradients has come, changed or gone."""
+        return self._changes, len(self._modules)
 
     def mirror_metric(self, strategy: Owner, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
@@ -114,9 +91,9 @@ class MirroredObjects:
             self.follow()
             mirrored = mirror_module(strategy, module, self._partition, self._followers, sync_batchnorm, memory_format)
             mirrored.gradient_sums = self.gradient_sums
-            self._num_mirrored += 1
+            self.num_mirrored += 1
             self._modules[id(mirrored.module)] = mirrored
-            self._guards_are_stale = True
+            self._changes += 1
         elif memory_format != "auto" or (sync_batchnorm and not mirrored.has_sync_batchnorm):
             raise UsageError(
                 "this module is mirrored already, and keeps the settings that it was mirrored with; "
@@ -163,8 +140,9 @@ class MirroredObjects:
     def _without_sums(self) -> list[tuple[nn.Parameter, ...]]:
         """The copies of each parameter whose gradients nothing sums."""
         # The program may have dropped an optimizer, whose parameters are then summed by hand.
-        if self._without_sums_cache is None or len(self.optimizers) != self._num_optimizers:
-            self._num_optimizers = len(self.optimizers)
+        now = (self._changes, len(self._modules), len(self.optimizers))
+        if self._cached_at != now:
+            self._cached_at = now
             times = Counter(id(copies[0]) for sums in self.gradient_sums() for copies in sums.parameters)
             self._without_sums_cache = [copies for copies in self._parameters() if id(copies[0]) not in times]
             self._stepped_twice = {number for number, count in times.items() if count > 1}
@@ -213,7 +191,7 @@ class MirroredObjects:
             if any(id(copies[0]) in ids for copies in former.parameters):
                 sums.state.continue_from(former.state)
                 del self._sums_by_hand[module]
-        self._without_sums_cache, self._guards_are_stale = None, True
+        self._changes += 1
         return sums
 
     def add_variable(self, variable: MirroredVariable) -> None:
@@ -233,7 +211,7 @@ class MirroredObjects:
             variable.check_unchanged()
         for module in self.modules:
             if module.align():
-                self._guards_are_stale = True
+                self._changes += 1
             if module.has_others:
                 self._take_hooks(module)
         for sums in self.gradient_sums():
@@ -261,7 +239,7 @@ class MirroredObjects:
         """Between runs: brings new submodules, weights and buffers to all copies."""
         for module in self.modules:
             if module.copy_follower.bring_changes():
-                self._guards_are_stale = True
+                self._changes += 1
 
     @contextmanager
     def run_end(self, replicas: int) -> Iterator[None]:
@@ -280,50 +258,6 @@ class MirroredObjects:
                     stack.callback(module.copy_follower.after_run, failed=failed)
                 for sums in self.gradient_sums() if failed and replicas > 1 else ():
                     stack.callback(sums.state.run_failed, before.get(sums.state))
-
-    def guards(self, replicas: int) -> tuple[StepGuard, ...]:
-        """The guards of the local replicas in the next run. Called after ``align``."""
-        self._claims.clear(one_replica=replicas == 1)
-        if self._guards_are_stale or len(self._modules) != self._num_guarded:
-            self._without_sums_cache = None
-            ownership, gradients = Ownership(self.modules), StepGradients(self)
-            self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
-            self._guards_are_stale, self._num_guarded = False, len(self._modules)
-        return self._guards
-
-    def count_run(self, fn: Callable[..., Any], *, has_rows: bool) -> RunCount:
-        """Counts a run of ``fn``; ``has_rows`` says whether a shard of it has several rows.
-
-        The counts are 0 where modules are compiled: watches use hooks, which torch.compile would compile too.
-        """
-        if any(module.is_compiled for module in self.modules):
-            return RunCount(self._num_mirrored)
-        key = _step_of(fn)
-        count = self._counts.get(key)
-        if count is None or count.modules != self._num_mirrored:
-            count = self._counts[key] = RunCount(self._num_mirrored)
-        count.runs += 1
-        count.with_rows += has_rows
-        return count
-
-    def begin_training(self, fn: Callable[..., Any]) -> None:
-        """Begins to count the runs of ``fn`` anew, except that it has run before."""
-        self.check_rows_in(fn)
-        if (count := self._counts.get(_step_of(fn))) is not None:
-            count.with_rows, count.is_open = 0, False
-
-    def check_rows_in(self, fn: Callable[..., Any]) -> None:
-        """Has the rows of ``fn``, a step function of this package, followed in some runs."""
-        self._with_rows[_step_of(fn)] = True
-
-    def checks_rows_in(self, fn: Callable[..., Any]) -> bool:
-        """Whether ``check_rows_in`` was called for ``fn``."""
-        return _step_of(fn) in self._with_rows
-
-    def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
-        """Whether rows have been followed through ``fn`` since the last module was mirrored."""
-        count = self._counts.get(_step_of(fn))
-        return count is not None and count.modules == self._num_mirrored and count.with_rows > 0
 
     def _followers(self) -> list[CopyFollower]:
         return [module.copy_follower for module in self.modules]

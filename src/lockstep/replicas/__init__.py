@@ -10,7 +10,7 @@
     compiled      code that torch.compile makes: the replica's own random numbers, faster products
     owner         what replicas and mirrored objects use of their strategy
     conditions    devices and versions that the bits of a training depend on
-    hooks         what a tool such as ``lockstep verify`` can observe of a strategy
+    watcher       the moments of a run that the step guard, front ends and ``lockstep verify`` look at
     rng, device, cpu   random numbers; GPUs; what is tuned for CPUs
 
 Begin with ``runner``. Below it are ``collectives`` (sums of values) and ``config`` (devices).

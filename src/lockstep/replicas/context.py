@@ -16,6 +16,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, UsageError
 from lockstep.replicas.barrier import Call, IssueSlot, ReplicaBarrier
 from lockstep.replicas.owner import Owner
+from lockstep.replicas.watcher import Watcher
 
 _current: ContextVar[ReplicaContext | None] = ContextVar("lockstep_replica", default=None)
 
@@ -51,6 +52,7 @@ class ReplicaContext:
         strategy: the strategy that runs this replica.
         device: this replica's logical device; ``device.torch_device`` is where its tensors belong.
         local_replica: this replica's number among those of its worker, from 0.
+        watchers: those that look at this run; in most runs there are none.
 
     Example:
         >>> import torch, lockstep as ls
@@ -61,6 +63,8 @@ class ReplicaContext:
         >>> int(strategy.reduce("mean", strategy.run(step))) == strategy.num_replicas_in_sync
         True
     """
+
+    watchers: Sequence[Watcher] = ()
 
     def __init__(
         self, strategy: Owner, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
@@ -96,6 +100,8 @@ class ReplicaContext:
         Returns:
             The same structure; each replica gets its own copy on its device.
         """
+        for watcher in self.watchers:
+            watcher.collective_called(self.local_replica, "all_reduce", value)
         op = ReduceOp.of(op)
         return tree_map(lambda leaf: all_reduce(self, op, leaf), value)
 
@@ -104,6 +110,8 @@ class ReplicaContext:
 
         Differentiable. Shapes may differ in dimension ``axis`` only.
         """
+        for watcher in self.watchers:
+            watcher.collective_called(self.local_replica, "all_gather", value)
         return tree_map(lambda leaf: all_gather(self, leaf, axis), value)
 
     def merge_call(

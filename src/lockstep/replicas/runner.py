@@ -34,7 +34,7 @@ from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.owner import Owner
-from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
+from lockstep.replicas.rng.mode import ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
@@ -191,11 +191,6 @@ class ReplicaRunner:
     @property
     def generators(self) -> ReplicaGenerators:
         return ReplicaGenerators([random.generator for random in self._random], self._gpu)
-
-    def guard(self, guards: Sequence[Guard | None]) -> None:
-        """Sets, per replica, the guard that sees its calls of torch functions from the next run on."""
-        for random, guard in zip(self._random, guards, strict=True):
-            random.guard = guard
 
     @property
     def function_modes(self) -> Sequence[ReplicaRng]:

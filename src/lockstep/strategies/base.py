@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep import tensorflow_names
-from lockstep._torch_compat import is_profiled, tree_leaves, tree_map
+from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checks import MOST_AT_ONCE, check_call, check_number
 from lockstep.cluster.spec import Task
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
@@ -36,7 +36,7 @@ from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDa
 from lockstep.data.error_notes import ShardNotes
 from lockstep.data.list_reader import Lists
 from lockstep.data.sharding import shard_sizes
-from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
+from lockstep.data.structure import first_rows, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
@@ -44,31 +44,22 @@ from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy, WholeModels
-from lockstep.mirroring.registry import MirroredObjects, RunCount
+from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.parallel.mesh_layout import MeshLayout
 from lockstep.replicas.barrier import ReplicaBarrier
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
-from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.issue_gate import IssueGate
-from lockstep.replicas.rng.mode import Guard, ReplicaRng
+from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators
-from lockstep.replicas.runner import ErrorNote, ReplicaRunner
+from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
-from lockstep.strategies.first_run import FirstRun
-from lockstep.strategies.row_check import RowCheck
-from lockstep.strategies.step_names import is_of_the_package
+from lockstep.replicas.watcher import Run, Watcher, ambient_watchers, torch_looks
 from lockstep.tracebacks import OwnFramesHidden
-from lockstep.watch.rows import is_due
-
-Surround = Callable[
-    ["Strategy", Callable[..., Any], Sequence[int | None]],
-    AbstractContextManager[Callable[[], AbstractContextManager[None]]],
-]
-"""Given a strategy, a step function and the rows of each local shard: a block around the run of the step. It yields a
-block around the step in each replica."""
+from lockstep.watch.looks import Looks
+from lockstep.watch.step_guard import StepGuards
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
 """The open scopes, the innermost last: all of one strategy."""
@@ -127,10 +118,14 @@ class Strategy(ABC):
     """The workers that run this strategy's replicas."""
     layout: MeshLayout | None = None
     """How workers divide the model; None if each replica has a whole one."""
+    watchers: list[Watcher]
+    """What is asked at the beginning of each run who looks at it; front ends and tools add theirs."""
+    looks: Looks
+    """Chooses what looks at the runs of a step. Step functions of this package are looked at when they ask for it."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
-        self._surrounds: list[Surround] = []
+        self.watchers = []
 
     @property
     @abstractmethod
@@ -161,18 +156,8 @@ class Strategy(ABC):
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
     @abstractmethod
-    def _execute(
-        self,
-        fn: Callable[..., Any],
-        bodies: Sequence[Callable[[], Any]],
-        rows: Sequence[int | None],
-        note: ErrorNote,
-    ) -> list[Any]:
-        """Runs one body in each replica's context and returns their results; ``note`` makes the note on an error."""
-
-    @abstractmethod
-    def _guard_steps(self, guards: Sequence[Guard]) -> None:
-        """Sets the guard of each local replica, which looks at its calls of torch functions."""
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Calls one body in each replica's context and returns their results."""
 
     @property
     @abstractmethod
@@ -250,105 +235,106 @@ class Strategy(ABC):
             CollectiveError: the replicas did not meet at the same collective.
             UsageError: called inside a replica, or inside another strategy's scope.
         """
+        self._check_run(fn, args, kwargs)
+        run = self._view_run(fn, args, kwargs)
+        watchers = self._watch(run)
+        moments = self._moments(run, watchers) if watchers else nullcontext()
+        with OwnFramesHidden(), Scope(self), moments, self._mirrored.run_end(len(self.devices)):
+            results = self._execute(run, self._bodies(run, watchers))
+        return self._merge(results)
+
+    def _check_run(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """Refuses a call that is no run; copies the user's changes to all replicas, or refuses them."""
         self._outside("run")
         check_call(fn, args, kwargs, "strategy.run(step, (batch,))")
-        views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
-        # One whole replica reads what one device would, so nothing of it need be refused.
-        if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
-            self._guard_steps(self._mirrored.guards(len(self.devices)))
-        observer = current_observer()
-        if observer is not None:
-            observer.run_begins(self, views)
-        shards, distributed = shard_leaves((args, kwargs), len(self.devices))
-        bodies: list[Callable[[], Any]] = [partial(fn, *view[0], **view[1]) for view in views]
-        notes = ShardNotes(
+
+    def _view_run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Run:
+        """Divides the arguments among the local replicas."""
+        arguments, replicas = (tuple(args), dict(kwargs or {})), len(self.devices)
+        shards, distributed = shard_leaves(arguments, replicas)
+        return Run(
+            strategy=self,
+            fn=fn,
+            arguments=arguments,
+            views=[self._view(arguments, replica) for replica in range(replicas)],
             shards=shards,
-            replicas=self.num_replicas_in_sync,
+            rows=list(map(first_rows, shards)),
             distributed=distributed,
+        )
+
+    def _watch(self, run: Run) -> Sequence[Watcher]:
+        """Asks who looks at the run; in most runs nobody does."""
+        watchers: list[Watcher] = []
+        for watcher in (*ambient_watchers.get(), *self.watchers):
+            watchers += watcher.looks_at(run)
+        return watchers
+
+    @contextmanager
+    def _moments(self, run: Run, watchers: Sequence[Watcher]) -> Iterator[None]:
+        """A block around the run: the moments of its watchers, of whom the last to begin is the first to end."""
+        if not watchers:
+            yield
+            return
+        watcher, *others = watchers
+        watcher.run_begins(run)
+        try:
+            with self._moments(run, others):
+                yield
+        except BaseException as error:
+            watcher.run_ended(run, error)
+            raise
+        watcher.run_ended(run, None)
+
+    def _bodies(self, run: Run, watchers: Sequence[Watcher]) -> list[Callable[[], Any]]:
+        """What each replica calls: the user's function, within the moments of the watchers if there are any."""
+        bodies: list[Callable[[], Any]] = []
+        for replica, (args, kwargs) in enumerate(run.views):
+            body = partial(run.fn, *args, **kwargs)
+            bodies.append(partial(self._call_watched, watchers, replica, body) if watchers else body)
+        return bodies
+
+    def _call_watched(self, watchers: Sequence[Watcher], replica: int, body: Callable[[], Any]) -> Any:
+        """Calls the body of a replica within the moments of the watchers, in the replica's thread."""
+        context, modes = get_replica_context(), self.function_modes
+        with ExitStack() as blocks:
+            for watcher in watchers:
+                blocks.enter_context(watcher.in_replica(replica))
+            if context is not None:
+                context.watchers = watchers
+            if modes and (looks := torch_looks(watchers, replica)):
+                blocks.enter_context(modes[replica].looked_at_by(looks))
+            return body()
+
+    def _merge(self, results: Sequence[Any]) -> Any:
+        """Joins the results; sums the gradients that the run has left: a program outside sees those of one device."""
+        merged = merge(results)
+        self._mirrored.sum_after_run(self)
+        return merged
+
+    def _note(self, run: Run, name: str, replica: int, error: BaseException) -> str:
+        """The note on an error of the replica of that name and local number."""
+        notes = ShardNotes(
+            shards=run.shards,
+            replicas=self.num_replicas_in_sync,
+            distributed=run.distributed,
             worker=None if self.workers.is_single else self.workers.processes.index,
         )
-        # The rows of each shard, taken from its first argument that has rows.
-        rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
-        # What looks at a run is chosen before the run; in most runs nothing does, and the bodies are the user's own.
-        bodies, first, check = self._with_checks(fn, bodies, rows, (args, kwargs) if distributed else None)
-        run_end = self._mirrored.run_end(len(self.devices))
-        with OwnFramesHidden(), Scope(self), first, check, run_end, ExitStack() as around:
-            for surround in self._surrounds:
-                in_replica = around.enter_context(surround(self, fn, rows))
-                bodies = [partial(_run_within, in_replica, body) for body in bodies]
-            results = merge(self._execute(fn, bodies, rows, notes.note))
-        self._mirrored.sum_after_run(self)
-        return results
+        return notes.note(name, replica, error)
 
-    def _with_checks(
-        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], arguments: Any
-    ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
-        """Adds a run's checks, if it has any, to its bodies. Returns the bodies and two blocks around the run.
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """A block in which ``watcher`` is asked at each run, after those that are asked at all runs."""
+        self.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self.watchers.remove(watcher)
 
-        ``arguments`` are the arguments, if any of them has a value for each replica; else None.
-        """
-        first: AbstractContextManager[None] = nullcontext()
-        check: AbstractContextManager[None] = nullcontext()
-        if self.num_replicas_in_sync == 1:
-            return bodies, first, check
-        count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
-        row_check, replicas = None, range(len(bodies))
-        if arguments is not None and self._checks_rows(fn, count):
-            row_check = RowCheck(fn, self._mirrored.modules, self.function_modes, rows, count=count)
-            shards = distributed_leaves(arguments, len(bodies))
-            bodies = [partial(row_check.run, *of_replica) for of_replica in zip(replicas, shards, bodies, strict=True)]
-            check = row_check.looked_at()
-        if count.runs == 1:
-            distributed, replicas_in_sync = arguments is not None, self.num_replicas_in_sync
-            modules, workers = self._mirrored.modules, self.workers
-            look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
-            look.row_check, count.look = row_check, look
-            bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
-            # Means over equal shards are right if they are divided by their number; the first uneven batch shows one
-            # that is not (tests/strategies/test_backward_check.py:
-            # test_a_mean_over_the_replicas_is_told_of_when_the_first_uneven_batch_comes).
-            count.saw_uneven = len(set(rows)) > 1
-        elif count.look is not None and count.look.waits:
-            first = count.look.until_update(count.runs)
-        elif count.look is not None and not count.saw_uneven and len(set(rows)) > 1:
-            count.saw_uneven = True
-            if not count.look.has_warned and count.look.cycle:
-                look = count.look.at_losses(rows)
-                bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
-        return bodies, first, check
-
-    def _checks_rows(self, fn: Callable[..., Any], count: RunCount) -> bool:
-        """Whether the rows of the shards are followed in this run: in some runs of the user's steps, and of fit's.
-
-        Not in a run that is profiled, which would show work that other runs do not do.
-        """
-        on_cpu = self.devices[0].kind == "CPU"
-        if not (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)) or is_profiled():
-            return False
-        # A part's operators work on DTensors, whose rows the watch does not follow.
-        if any(module.is_part or module.shards_weights for module in self._mirrored.modules):
-            return False
-        return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
-
-    def check_rows_in(self, fn: Callable[..., Any]) -> None:
-        """Follows the rows of ``fn``, a step function of this package, in some runs. The step asks for the result."""
-        self._mirrored.check_rows_in(fn)
-
-    def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
-        """Whether the rows of ``fn`` have been followed with the modules that are mirrored now."""
-        return self._mirrored.has_checked_rows_in(fn)
-
-    def begin_training(self, fn: Callable[..., Any]) -> None:
-        """Checks the losses of ``fn``, a step function of this package, as at the beginning of a training.
-
-        The step asks ``current_row_watch`` for the result after its backward pass.
-        """
-        self._mirrored.begin_training(fn)
-
-    def surround_steps(self, surround: Surround) -> None:
-        """Surrounds every later run with what another library keeps for each run and each thread."""
-        self._surrounds.append(surround)
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watcher has to see every step, and no step may be replayed without calling it."""
+        return any(watcher.sees_every_step for watcher in (*ambient_watchers.get(), *self.watchers))
 
     def changes_spread(self) -> AbstractContextManager[None]:
         """A block during a run in which a change to a user's module is made to all copies."""
@@ -504,6 +490,10 @@ class ThreadedStrategy(Strategy):
         # An evaluator's optimizers are made as elsewhere, and make no update.
         super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
         self.devices, self.workers, self._runner, self._replica_block = devices, workers, runner, replica_block
+        self.looks = Looks(self._mirrored, runner.function_modes)
+        self.watchers.append(StepGuards(self._mirrored, runner.function_modes, workers.num_replicas))
+        if workers.num_replicas > 1:
+            self.watchers.append(self.looks)
         # Called at most once: by ``close``, or when a strategy that nobody closed is collected. Its devices could
         # otherwise never be divided again.
         self._release_devices = weakref.finalize(self, release_devices, devices)
@@ -533,26 +523,18 @@ class ThreadedStrategy(Strategy):
         self._release_devices()
         self.workers.close()
 
-    def _guard_steps(self, guards: Sequence[Guard]) -> None:
-        self._runner.guard(guards)
-
     @property
     def function_modes(self) -> Sequence[ReplicaRng]:
         return self._runner.function_modes
 
-    def _execute(
-        self,
-        fn: Callable[..., Any],
-        bodies: Sequence[Callable[[], Any]],
-        rows: Sequence[int | None],
-        note: ErrorNote,
-    ) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         if not self.workers.is_single:
-            name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
+            name = attribute_of(run.fn, "__qualname__", type(run.fn).__qualname__)
             # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
-        block = self._replica_block
-        return self._runner.run(self, fn, [partial(_run_within, block, body) for body in bodies], rows, note)
+        if self._replica_block is not nullcontext:
+            bodies = [partial(_run_within, self._replica_block, body) for body in bodies]
+        return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run))
 
 
 def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
@@ -563,13 +545,15 @@ def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callabl
 def select_devices(
     selection: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
 ) -> tuple[LogicalDevice, ...]:
-    """The device of each replica: ``selection``, or all devices for None. An observer may replace them."""
+    """The device of each replica: ``selection``, or all devices for None. Watchers may replace them."""
     if isinstance(selection, str | bytes):
         raise ConfigError(f"devices is a list, got the string {selection!r}; write devices=[{selection!r}]")
-    devices, observer = resolve_devices(selection), current_observer()
+    devices = resolve_devices(selection)
     if replicas is not None:
         devices = place_replicas(replicas, devices)
-    return devices if observer is None else observer.devices_chosen(devices)
+    for watcher in ambient_watchers.get():
+        devices = watcher.devices_chosen(devices)
+    return devices
 
 
 def place_replicas(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
@@ -602,6 +586,10 @@ def describe_devices(strategy: Strategy) -> str:
 
 class DefaultStrategy(Strategy):
     """One replica on the first logical GPU, else the first logical CPU device. No thread: a plain torch program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = Looks(self._mirrored, ())
 
     @cached_property
     def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]
@@ -643,20 +631,11 @@ class DefaultStrategy(Strategy):
             release_devices(self.devices)
             del self.devices
 
-    def _guard_steps(self, guards: Sequence[Guard]) -> None:
-        """There is one replica."""
-
     @property
     def function_modes(self) -> Sequence[ReplicaRng]:
         return ()
 
-    def _execute(
-        self,
-        fn: Callable[..., Any],
-        bodies: Sequence[Callable[[], Any]],
-        rows: Sequence[int | None],
-        note: ErrorNote,
-    ) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         device = self.devices[0]
         # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)

@@ -93,6 +93,11 @@ class ShardRows:
     batch: LabelledBatch
     rows: int
 
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """Those of the outputs and the targets."""
+        return tree_leaves((self.outputs, self.batch.y))
+
     def index(self) -> Tensor | None:
         """The numbers of all rows, on their device; None if no tensor has rows."""
         device = next((leaf.device for leaf in self._leaves()[0] if self._has_rows(leaf)), None)
@@ -147,10 +152,6 @@ def replica_of_step() -> ReplicaContext:
     if context is None:
         raise UsageError("a step was called outside a replica; call it through strategy.run")
     return context
-
-
-FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
-"""Errors of a loss or metric that cannot be computed from some of the rows."""
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.replicas.device.host_syncs import host_waits
-from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.step import ReplicaState, StepOutput, train_step, update_metrics
@@ -251,7 +250,7 @@ class GraphedSteps:
 
     def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...] | None:
         """One step of every replica on a sharded batch; None if it is to run as usual. Epochs count from 0."""
-        if self._gave_up or current_observer() is not None:
+        if self._gave_up or self._strategy.is_watched:
             return None
         try:
             leaves, structure = _flat(batch, self._strategy)

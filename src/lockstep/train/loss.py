@@ -11,30 +11,29 @@ loss that cannot be checked is used with a warning.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep._torch_compat import tree_leaves
-from lockstep.errors import CollectiveError, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
-from lockstep.strategies.first_run import captured_by, state_of
 from lockstep.strategies.losses import fitted_weight
-from lockstep.train.batch import FAILURES, ShardRows, Sums, checked_alone
+from lockstep.train.batch import ShardRows, Sums, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 from lockstep.train.string_identifiers import NamedLoss, without_partial
-from lockstep.watch.rows import bounds, current_row_watch, is_due
+from lockstep.watch.captures import captured_by, state_of
+from lockstep.watch.parts import Mismatch, mismatch_of_parts, rounding_of
+from lockstep.watch.rows import current_row_watch, is_due
 
 MOST_PARTS = 8
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
@@ -112,7 +111,7 @@ class LossTotals:
     label_means: Sequence[LabelMean] = ()  # means over labels that the scalar was computed from
     rounding: float = torch.finfo(torch.float32).eps  # the relative rounding of the loss's dtype
 
-    def numbers(self) -> _Numbers:
+    def numbers(self) -> tuple[float, float]:
         """Total and count on the host."""
         total, count = (
             number.detach() if isinstance(number, Tensor) else number for number in (self.total, self.count)
@@ -148,10 +147,10 @@ def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     if weight is not None and isinstance(loss, NamedLoss):
         values, count = loss.values(shard.outputs, shard.batch.y)
         total = (_at_least_float32(values) * fitted_weight(weight, values)).sum()
-        return LossTotals(total, count, rounding=_rounding(values))
+        return LossTotals(total, count, rounding=rounding_of(values))
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
-    rounding = _rounding(returned)
+    rounding = rounding_of(returned)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
         return LossTotals(*loss_sums(returned, shard.rows, weight), rounding=rounding)
     pair, summed = tracer.pair_of(returned), tracer.sum_of(returned)
@@ -181,21 +180,12 @@ def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: boo
         )
 
 
-_Numbers = tuple[float, float]
-_Measure = Callable[[ShardRows], LossTotals]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """The parts of a shard do not add up to the shard."""
-
-    is_sum: bool  # whether the loss of the whole is the sum of the losses of its parts
-
-
 def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext, *, parts: int) -> None:
     """Compares a shard with its parts, and refuses a loss that they do not add up to."""
-    mismatch = _compared(partial(_totals, loss, True), shard, sums, context, parts)
-    if isinstance(mismatch, _Mismatch):
+    mismatch = mismatch_of_parts(
+        partial(_totals, loss, True), shard, sums, alone=partial(checked_alone, context), parts=parts
+    )
+    if isinstance(mismatch, Mismatch):
         shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
         what = "the sum over" if mismatch.is_sum else "no mean over"
         raise ConfigError(
@@ -211,85 +201,6 @@ def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: Replic
             f"it is not, {_ADVICE}",
             stacklevel=2,
         )
-
-
-def parts_mismatch(measure: _Measure, shard: ShardRows, context: ReplicaContext) -> str | None:
-    """Why a shard's loss is not that of its rows in two parts, or could not be compared; None if it is."""
-    with checked_alone(context):
-        sums = measure(shard)
-    mismatch = _compared(measure, shard, sums, context, 2)
-    return "its parts do not add up to it" if isinstance(mismatch, _Mismatch) else mismatch
-
-
-def _compared(
-    measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext, parts: int
-) -> _Mismatch | str | None:
-    """None if the parts of a shard add up to it; a text that says why, if that cannot be checked."""
-    why = ""
-    for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
-        rows = shard.requiring_grad() if with_gradients else shard
-        try:
-            with torch.set_grad_enabled(with_gradients), checked_alone(context):
-                return _compare(measure, rows, sums, parts)
-        except CollectiveError:  # the loss knows of the other replicas
-            return "it calls collectives" if sums.assumed_mean else None
-        except FAILURES as error:
-            first_line = str(error).strip().split("\n", 1)[0]
-            why = f"on some of the rows alone it ends in {type(error).__name__}: {first_line}"
-    return why
-
-
-def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals, most_parts: int) -> _Mismatch | str | None:
-    whole = sums.numbers()
-    if not all(map(math.isfinite, whole)):
-        return None
-    index = shard.index()
-    if index is None:
-        return "no tensor of its arguments has a row for each example"
-    if shard.rows == 1:  # the same row twice must give the same mean
-        index = index.repeat(2)
-        whole = measure(shard.take(index)).numbers()
-    pieces = index.tensor_split(max(2, min(most_parts, shard.rows // 2)))
-    parts = [measure(shard.take(piece)).numbers() for piece in pieces]
-    difference, (suspect, _) = _difference(whole, parts), bounds(sums.rounding)
-    if difference <= suspect:
-        depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
-        return "it takes from the outputs what the module has computed over its rows" if depends else None
-    # A loss that draws numbers differs from itself, so its difference from the parts says nothing.
-    if _difference(whole, [measure(shard.take(index)).numbers()]) > suspect:
-        return "it gives another value for the same rows when it is called again"
-    if shard.has_other_outputs():
-        return "the outputs hold what has no row for each example"
-    if difference <= bounds(max(sums.rounding, _rounding((shard.outputs, shard.batch.y))))[1]:
-        return f"its parts differ from the whole by {difference:.1g} of it, which may be rounding"
-    means = sum(total / count for total, count in parts if count)
-    return _Mismatch(sums.assumed_mean and math.isclose(means, whole[0] / whole[1], rel_tol=bounds(sums.rounding)[1]))
-
-
-def _difference(whole: _Numbers, parts: Sequence[_Numbers]) -> float:
-    """The relative difference of the summed parts from the whole; infinite if a part is not finite."""
-    if not all(map(math.isfinite, chain.from_iterable(parts))):
-        return math.inf
-    differences: list[float] = [
-        abs(sum(shares) - number) / max(sum(map(abs, shares)), abs(number), 1e-30)
-        for number, shares in zip(whole, zip(*parts, strict=True), strict=True)
-    ]
-    return max(differences)
-
-
-def _uses_others(measure: _Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
-    """Whether the loss depends on outputs that are not rows."""
-    try:
-        changed = measure(shard.with_other_outputs_changed()).numbers()
-    except FAILURES:
-        return True
-    return _difference(whole, [changed]) > suspect
-
-
-def _rounding(values: Any) -> float:
-    """The relative rounding of the least exact dtype, at least that of float32, which a loss may use inside."""
-    dtypes = {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
 def _name_of(loss: Any) -> str:

@@ -26,9 +26,10 @@ from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import FAILURES, ShardRows, checked_alone
+from lockstep.train.batch import ShardRows, checked_alone
 from lockstep.train.string_identifiers import logits_of, takes_tensors
 from lockstep.train.summed_metric import SummedMetric
+from lockstep.watch.parts import FAILURES
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext
-from lockstep.train.batch import ShardRows, Sums, keeping_modes, module_arguments
-from lockstep.train.loss import LossTotals, loss_sums, parts_mismatch
+from lockstep.train.batch import ShardRows, Sums, checked_alone, keeping_modes, module_arguments
+from lockstep.train.loss import LossTotals, loss_sums
 from lockstep.train.loss_reduction import ReductionTracer
+from lockstep.watch.parts import mismatch_of_parts
 from lockstep.watch.rows import is_due
 
 _INSTEAD = (
@@ -86,7 +88,10 @@ def _check_parts(copy: nn.Module, shard: ShardRows, context: ReplicaContext) -> 
     with keeping_modes(copy):
         # Dropout would draw other masks for the parts than for the whole.
         copy.eval()
-        reason = parts_mismatch(measured, shard, context)
+        alone = partial(checked_alone, context)
+        with alone():
+            whole = measured(shard)
+        reason = mismatch_of_parts(measured, shard, whole, alone=alone)
     if reason is not None:
         raise ConfigError(
             f"the loss that {kind} computes is put together of several, and no mean over the rows ({reason}), so the "

@@ -24,7 +24,7 @@ from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.train.batch import (
     LabelledBatch,
     ShardRows,

@@ -1,8 +1,12 @@
-"""What only looks at a step while it runs, and changes none of its numbers.
+"""What only looks at a step while it runs, and changes none of its numbers. The moments are in ``replicas.watcher``.
 
-    rows.py             follows the rows of a shard through a step, and finds losses that combine rows
-    calls_on_copies.py  makes a call of the step again with other rows
-    read_numbers.py     finds numbers that a step reads from rows, out of torch's sight
+    looks            which runs of a step are looked at, and by what
+    step_guard       every torch call of several replicas: what would affect others is refused
+    first_run        what a first run leaves behind; ``captures``: the values that a function can reach
+    profiled_calls   random numbers of Python and NumPy, and seeds that replicas have in common
+    backward_check   the losses that are differentiated, by the nodes of their graphs
+    row_check        losses that combine rows: begins ``rows``, ``calls_on_copies`` and ``read_numbers``, and warns
+    parts            whether a loss of a shard is the sum of what it gives for parts of it
 
-Begin there.
+Begin with ``looks``.
 """

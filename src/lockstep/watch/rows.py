@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType
@@ -50,6 +50,7 @@ from lockstep.collectives.communicator import call_site
 from lockstep.introspection import is_kind
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
+from lockstep.replicas.watcher import BACKWARDS, Differentiation, listed
 from lockstep.watch.calls_on_copies import CONTAINERS, Call, Followed, items_of, leaves_of
 from lockstep.watch.read_numbers import ReadNumbers
 
@@ -72,7 +73,6 @@ MIXING_ADVICE = (
 )
 """What to do about it in a loop of one's own."""
 
-_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _GRADIENTS = frozenset([torch.autograd.grad, Tensor.grad.__get__])  # type: ignore[union-attr]
 _KINKS = frozenset(
     [
@@ -203,7 +203,6 @@ class RowWatch:
         module_state: what modules have kept from the step before that depended on all its rows, by name.
         has_read: whether an earlier step has read numbers from rows.
         is_mean: whether a loss is a mean over the rows of the shard.
-        begins_backward: called with the tensors that a backward pass begins at.
 
     Attributes:
         mixings: what was found, one for each loss.
@@ -223,7 +222,6 @@ class RowWatch:
         module_state: Mapping[str, Tensor] = MappingProxyType({}),
         has_read: bool = False,
         is_mean: Callable[[Any], bool] = lambda _: False,
-        begins_backward: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.mixings: list[Mixing] = []
         self.kinks: list[str] = []
@@ -232,7 +230,7 @@ class RowWatch:
         self.saw_zero = self.compared = False
         self.through_modules = through_modules
         self._rng, self._rows = rng, rows
-        self._is_mean, self._begins_backward = is_mean, begins_backward
+        self._is_mean = is_mean
         self._followed: dict[int, Followed] = {}
         self._half = _first_group(rows)
         self._orders = _orders(rows, self._half)
@@ -247,27 +245,23 @@ class RowWatch:
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
-        """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
+        """A block around the step, in the replica, whose mode is looked at by ``call``.
+
+        ``batch`` are the leaves of the replica's shard.
+        """
         token = _watch.set(self)
-        self._rng.watch = self
         self.numbers = ReadNumbers(self._rows, batch, self._module_state)
         try:
             self.follow_rows(batch)
             yield
         finally:
-            self._rng.watch = None
             self._followed.clear()
             self._results.clear()
             _watch.reset(token)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A block in which nothing is followed."""
-        self._rng.watch = None
-        try:
-            yield
-        finally:
-            self._rng.watch = self
+        return self._rng.looked_at_by(())
 
     def follow_rows(self, leaves: Sequence[Any], *, of_a_mean: bool = False) -> None:
         """Follows tensors whose dimension 0 are the rows of the shard.
@@ -380,11 +374,11 @@ class RowWatch:
         if not _is_torchs(func, leaves):
             return self._rng.unwatched(func, args, kwargs)
         inputs = [followed for leaf in tensors if (followed := self._get(leaf)) is not None]
-        if inputs and func in _BACKWARDS:
+        if inputs and func in BACKWARDS:
             self._differentiated(func, args, kwargs)
         if inputs and func in _GRADIENTS:
             return self._with_gradients_of_rows(func, args, kwargs)
-        if not inputs or func in _BACKWARDS or func in _UNFOLLOWED:
+        if not inputs or func in BACKWARDS or func in _UNFOLLOWED:
             return self._rng.unwatched(func, args, kwargs)
         versions = [_version(leaf) for leaf in tensors]
         with self._redrawing(func, tensors, leaves) as again:
@@ -406,12 +400,9 @@ class RowWatch:
         """Makes a call that gives gradients, and follows those of rows: each depends on its row, as the row does."""
         result = self._rng.unwatched(func, args, kwargs)
         if func is torch.autograd.grad:
-            outputs, inputs = (
-                (*args, kwargs.get("outputs"))[0],
-                kwargs.get("inputs", args[1] if len(args) > 1 else None),
-            )
-            rows = [gradient for leaf, gradient in zip(_listed(inputs), result, strict=False) if self._get(leaf)]
-            self.follow_rows(rows, of_a_mean=self._is_mean(outputs))
+            grad = Differentiation.of(func, args, kwargs)
+            rows = [gradient for leaf, gradient in zip(grad.inputs or (), result, strict=False) if self._get(leaf)]
+            self.follow_rows(rows, of_a_mean=self._is_mean(grad.roots))
         else:
             self.follow_rows([result])
         return result
@@ -502,14 +493,11 @@ class RowWatch:
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A backward pass is about to begin: is its loss a sum over the two groups of rows?"""
-        roots = kwargs.get("tensors", kwargs.get("outputs", args[0] if args else None))
-        if func is not torch.autograd.grad and kwargs.get("inputs") is None:
-            with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
-                self._begins_backward(roots)
+        roots = Differentiation.of(func, args, kwargs).roots
         weights = args[1] if len(args) > 1 and func is not torch.autograd.grad else None
         weights = kwargs.get("gradient", kwargs.get("grad_tensors", kwargs.get("grad_outputs", weights)))
         with torch.no_grad(), self._rng.aside():
-            for root, weight in zip(_listed(roots), _listed(weights, roots), strict=False):
+            for root, weight in zip(roots, [None] * len(roots) if weights is None else listed(weights), strict=False):
                 followed = self._get(root) if isinstance(root, Tensor) else None
                 if followed is not None and root.is_floating_point():
                     self._compare(root, weight, followed)
@@ -661,9 +649,3 @@ def _is_torchs(func: Any, leaves: Sequence[Any]) -> bool:
 
 def _is_function(leaf: Any) -> bool:
     return isinstance(leaf, (FunctionType, MethodType, torch.nn.Module))
-
-
-def _listed(values: Any, like: Any = None) -> Sequence[Any]:
-    if values is None:
-        return [None] * len(_listed(like)) if like is not None else []
-    return values if isinstance(values, (list, tuple)) else [values]

@@ -26,7 +26,7 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult, UpdateTimes
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.hooks import Totals
+from lockstep.replicas.watcher import Totals
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import module_arguments, unpack_labelled
 from lockstep.train.loss import loss_sums, no_examples

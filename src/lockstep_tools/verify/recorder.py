@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.config import LogicalDevice
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.hooks import Observer, Totals, observing
-from lockstep.replicas.owner import Owner
+from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.watcher import Differentiation, Run, Totals, Watcher, watching
 from lockstep.strategies.base import Strategy
 from lockstep_tools.verify.config import RunConfig
 from lockstep_tools.verify.interventions import active_dropouts, intervene_before_first_step, local_batch_norms
@@ -48,8 +46,8 @@ class Weights:
         dtypes = {parameter.dtype for parameter in self.all().values() if parameter.is_floating_point()}
         return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
-    def names(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> list[str]:
-        names = self._names[context.replica_id_in_sync_group]
+    def names(self, replica: int, parameters: Sequence[nn.Parameter]) -> list[str]:
+        names = self._names[replica]
         return [
             names.get(id(parameter), f"parameter {number} of the optimizer")
             for number, parameter in enumerate(parameters)
@@ -115,7 +113,7 @@ class EnoughRecordedError(BaseException):
     """Stops the program once all updates are recorded. Not an ``Exception``, so that user code does not catch it."""
 
 
-class Recorder(Observer):
+class Recorder(Watcher):
     """Records the first strategy for which the program chose several devices; ``send`` gets each message, in order."""
 
     def __init__(self, run: RunConfig, *, steps: int, send: Callable[[Message], None]) -> None:
@@ -145,8 +143,9 @@ class Recorder(Observer):
             self._devices = replica_devices
         return replica_devices
 
-    def run_begins(self, strategy: Owner, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run_begins(self, run: Run) -> None:
         """Sends the completed updates; stops the program if they are enough; else records the batch of this run."""
+        strategy = run.strategy
         if strategy.devices is not self._devices:
             if self._devices is None and self._other_updates >= self._steps:
                 raise EnoughRecordedError
@@ -160,21 +159,21 @@ class Recorder(Observer):
         if not torch.is_grad_enabled():
             return
         self._runs += 1
-        for trace, (args, kwargs) in zip(self._traces, views, strict=True):
+        for trace, (args, kwargs) in zip(self._traces, run.views, strict=True):
             named = {f"args{path}": leaf for path, leaf in tensors_with_rows(args)}
             named |= {f"kwargs{path}": leaf for path, leaf in tensors_with_rows(kwargs)}
             trace.begin_run(self._runs, named)
 
-    def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
+    def update_begins(self, replica: int, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
         """Records this replica's gradients, and once for all replicas the parameters that changed before."""
-        weights, trace = self._weights, self._trace(context)
-        if weights is None or trace is None:
-            self._other_updates += context.replica_id_in_sync_group == 0
+        context, weights, trace = get_replica_context(), self._weights, self._trace()
+        if context is None or weights is None or trace is None:
+            self._other_updates += replica == 0
             return
         if len(trace.updates) >= self._steps:  # several updates in one run; all replicas must have recorded the last
             context.meet("end of verify's run", None, lambda _: None)
             raise EnoughRecordedError
-        names = weights.names(context, parameters)
+        names = weights.names(replica, parameters)
         trace.record_gradients(names, parameters, totals)
         named = dict(zip(names, parameters, strict=True))
         trace.current.changed_before.update(
@@ -183,42 +182,44 @@ class Recorder(Observer):
             context.meet("start of verify's update", named, lambda of: weights.record_changed(of[0]))
         )
 
-    def sums_applied(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
+    def sums_applied(self, replica: int, parameters: Sequence[nn.Parameter]) -> None:
         """Records the sums that are applied, clipped for example, in place of each replica's part."""
-        weights, trace = self._weights, self._trace(context)
+        weights, trace = self._weights, self._trace()
         if weights is not None and trace is not None:
             # Parts cannot be told from a clipped sum, and the sum is what the optimizer applies.
             trace.current.gradients.clear()
-            trace.record_sums(weights.names(context, parameters), parameters)
+            trace.record_sums(weights.names(replica, parameters), parameters)
 
-    def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
+    def update_ended(self, replica: int, parameters: Sequence[nn.Parameter]) -> None:
         """Records the parameters, once for all replicas and while all of them wait."""
-        weights, trace = self._weights, self._trace(context)
-        if weights is None or trace is None:
+        context, weights, trace = get_replica_context(), self._weights, self._trace()
+        if context is None or weights is None or trace is None:
             return
-        named = dict(zip(weights.names(context, parameters), parameters, strict=True))
+        named = dict(zip(weights.names(replica, parameters), parameters, strict=True))
         trace.current.parameters = context.meet("end of verify's update", named, lambda of: weights.record(of[0]))
         trace.close_update()
+
+    def differentiates(self, replica: int, differentiation: Differentiation) -> None:
+        """Adds the losses that this replica back-propagates."""
+        trace = self._trace()
+        if trace is not None and not differentiation.returns:
+            roots = [root for root in differentiation.roots if isinstance(root, Tensor) and root.numel() == 1]
+            with DisableTorchFunction():  # the program's function modes do not see it
+                trace.current.loss += sum(float(root.detach()) for root in roots)
 
     # Called by the hooks on torch; see ``recording``.
 
     def module_called(self, module: MirroredModule, inputs: Any, outputs: Any) -> None:
         """A mirrored module returned, in a replica or elsewhere."""
-        trace = self._trace(get_replica_context())
+        trace = self._trace()
         if trace is not None and self._weights is not None and torch.is_grad_enabled():
             trace.record_call(self._weights.name_of(module), inputs, outputs)
 
     def module_is_called(self) -> None:
         """A mirrored module is about to run, in a replica or elsewhere."""
-        trace = self._trace(get_replica_context())
+        trace = self._trace()
         if trace is not None:
             trace.record_draws()
-
-    def back_propagated(self, loss: float) -> None:
-        """A loss is back-propagated, in a replica or elsewhere."""
-        trace = self._trace(get_replica_context())
-        if trace is not None:
-            trace.current.loss += loss
 
     def finish(self) -> EndRecord:
         """Sends the completed updates, and returns how the run ended as far as known here. Called outside replicas."""
@@ -227,11 +228,12 @@ class Recorder(Observer):
         coarse = max([self._unit, *(trace.unit for trace in self._traces)])
         return EndRecord(strategies=self._strategies, single=self._single, unit=self._unit, coarse=coarse)
 
-    def _trace(self, context: ReplicaContext | None) -> ReplicaTrace | None:
+    def _trace(self) -> ReplicaTrace | None:
         """The calling replica's trace; None outside replicas and for other strategies."""
+        context = get_replica_context()
         if context is None or self._weights is None or context.strategy.devices is not self._devices:
             return None
-        return self._traces[context.replica_id_in_sync_group]
+        return self._traces[context.local_replica]
 
     def _start(self, strategy: Strategy) -> Weights:
         self._weights = weights = Weights(strategy)
@@ -268,9 +270,7 @@ class Recorder(Observer):
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside the block, ``recorder`` observes strategies, mirrored modules and backward passes of this process."""
-    # Observed here and not by a hook on the loss: which tensor a program back-propagates is known only when it does.
-    original = torch.autograd.backward
+    """Inside the block, ``recorder`` sees the strategies and the calls of mirrored modules of this process."""
 
     def before(module: nn.Module, args: Any) -> None:
         if isinstance(module, MirroredModule):
@@ -283,14 +283,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
             with DisableTorchFunction():
                 recorder.module_called(module, (args, kwargs), outputs)
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        scalars = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        recorder.back_propagated(sum(float(scalar.detach()) for scalar in scalars if scalar.numel() == 1))
-        return original(tensors, *args, **kwargs)
-
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(before).remove)
         stack.callback(register_module_forward_hook(after, with_kwargs=True).remove)
-        stack.enter_context(patch.object(torch.autograd, "backward", backward))  # Tensor.backward calls it too
-        stack.enter_context(observing(recorder))
+        stack.enter_context(watching(recorder))
         yield

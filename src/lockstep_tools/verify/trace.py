@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep._torch_compat import keystr, tree_flatten_with_path
 from lockstep.introspection import is_kind
-from lockstep.replicas.hooks import Totals
 from lockstep.replicas.rng.state import own_generator
+from lockstep.replicas.watcher import Totals
 
 Rows = tuple[int, ...]
 """One fingerprint per row."""

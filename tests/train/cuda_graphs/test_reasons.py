@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice, PhysicalDevice
-from lockstep.replicas.hooks import Observer, observing
+from lockstep.replicas.watcher import Watcher, watching
 from lockstep.train import cuda_graphs
 from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
 from lockstep.train.cuda_graphs import NotCapturableError, check_setup
@@ -268,14 +268,14 @@ def test_the_first_step_of_an_epoch_is_compared_again(train: Train, net: Net) ->
     assert alike(plain, recorded)
 
 
-def test_an_observer_hears_every_step(train: Train, net: Net) -> None:
+def test_a_watcher_hears_every_step(train: Train, net: Net) -> None:
     heard: list[float] = []
 
-    class Listening(Observer):
-        def update_begins(self, context: Any, parameters: Any, totals: Any) -> None:
+    class Listening(Watcher):
+        def update_begins(self, replica: int, parameters: Any, totals: Any) -> None:
             heard.append(float(totals.count))
 
-    with observing(Listening()):
+    with watching(Listening()):
         assert train(net, batches(64), epochs=1).replays == []
     assert heard == [4.0] * 2 * 8
 

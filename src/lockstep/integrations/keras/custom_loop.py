@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -41,6 +41,7 @@ from lockstep.integrations.keras.variables import (
 )
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.owner import Owner
+from lockstep.replicas.watcher import Run, Watcher
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
@@ -48,8 +49,8 @@ _SCOPE = "stateless_scope"
 """Keras's name for the scope of a thread."""
 
 
-class CustomSteps:
-    """Surrounds the steps that a strategy runs, once it has a Keras model.
+class CustomSteps(Watcher):
+    """Has steps that a strategy runs train its Keras models.
 
     Attributes:
         models: the models that the strategy has.
@@ -59,42 +60,46 @@ class CustomSteps:
     def __init__(self, strategy: Strategy) -> None:
         self.models: WeakSet[Any] = WeakSet()
         self.default_generators = DefaultGenerators(strategy)
-        strategy.surround_steps(self._surround)
 
-    @contextmanager
-    def _surround(
-        self, strategy: Strategy, fn: Callable[..., Any], rows: Sequence[int | None]
-    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Surrounds a run of ``fn``: yields the block that each replica enters, and then merges what they assigned."""
-        step = getattr(fn, "__self__", None)
+    def looks_at(self, run: Run) -> Sequence[Watcher]:
+        step = getattr(run.fn, "__self__", None)
         if isinstance(step, Step):  # of fit, which does all this by itself
-            yield nullcontext
-            return
+            return ()
         user_step = step if isinstance(step, UserStep) else None
-        run = RunVariables(
+        variables = RunVariables(
             "custom" if user_step is None else "user",
             self.default_generators.generators(),
             lambda: map(ModelVariables, self.models),
             [variable for model in self.models for metric in metrics_of(model) for variable in metric.variables],
         )
+        return (_CustomRun(variables, user_step),)
 
-        @contextmanager
-        def in_replica() -> Iterator[None]:
-            replica = replica_of_step().local_replica
-            with run.in_replica(0.0 if user_step is None else user_step.share(replica)) as values:
-                values.optimizer_gradients = [] if user_step is not None and user_step.is_compared else None
-                yield
 
+class _CustomRun(Watcher):
+    """One run of a step: its replicas have values of their own, which are merged after it."""
+
+    def __init__(self, variables: RunVariables, user_step: UserStep | None) -> None:
+        self._variables, self._user_step = variables, user_step
+
+    def run_begins(self, run: Run) -> None:
         # For the run only: with a hook of others in place, mirrored optimizers use no fused kernels.
-        watched = register_optimizer_step_pre_hook(_refuse_torch_step)
-        try:
-            yield in_replica
-        finally:
-            watched.remove()
-        if user_step is None:
-            _share_by_rows(strategy, run, rows)
-        if user_step is None or not user_step.is_compared:
-            run.merge(strategy)
+        self._refusal = register_optimizer_step_pre_hook(_refuse_torch_step)
+
+    @contextmanager
+    def in_replica(self, replica: int) -> Iterator[None]:
+        step = self._user_step
+        with self._variables.in_replica(0.0 if step is None else step.share(replica)) as values:
+            values.optimizer_gradients = [] if step is not None and step.is_compared else None
+            yield
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        self._refusal.remove()
+        if error is not None:
+            return
+        if self._user_step is None:
+            _share_by_rows(run.strategy, self._variables, run.rows)
+        if self._user_step is None or not self._user_step.is_compared:
+            self._variables.merge(run.strategy)
 
 
 _custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
@@ -104,6 +109,7 @@ def allow_custom_steps(model: Any, strategy: Strategy) -> DefaultGenerators:
     """Has the steps that a strategy runs train a model as ``fit`` would. Returns the strategy's random numbers."""
     if strategy not in _custom_steps:
         _custom_steps[strategy] = CustomSteps(strategy)
+        strategy.watchers.append(_custom_steps[strategy])
     steps = _custom_steps[strategy]
     steps.models.add(model)
     steps.default_generators.begin_anew()
@@ -150,7 +156,7 @@ def runs_user_step() -> bool:
     return isinstance(scope, ReplicaVariables) and scope.kind != "keras"
 
 
-def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | None]) -> None:
+def _share_by_rows(strategy: Owner, run: RunVariables, rows: Sequence[int | None]) -> None:
     """Weights the replicas of a custom step by the rows of their shards; equally where there are none."""
     if not any(values.assignments for values in run.replicas.values()):
         return

@@ -164,7 +164,7 @@ class RunVariables:
         return id(variable) in self._state_ids
 
     @torch.no_grad()
-    def sums(self, strategy: Strategy, weights: Sequence[Any] = ()) -> tuple[list[Tensor], list[tuple[Any, Tensor]]]:
+    def sums(self, strategy: Owner, weights: Sequence[Any] = ()) -> tuple[list[Tensor], list[tuple[Any, Tensor]]]:
         """Adds up the gradients of all replicas for ``weights``, and the parts of the variables that they assigned."""
         values = [self.replicas[replica] for replica in sorted(self.replicas)]
         assignments = [*{key: variable for scope in values for key, variable in scope.assignments.items()}.values()]
@@ -175,7 +175,7 @@ class RunVariables:
         return totals[: len(weights)], list(zip(assignments, totals[len(weights) :], strict=True))
 
     @torch.no_grad()
-    def merge(self, strategy: Strategy, weights: Sequence[Any] = ()) -> list[Tensor | None]:
+    def merge(self, strategy: Owner, weights: Sequence[Any] = ()) -> list[Tensor | None]:
         """Assigns to the variables themselves what the steps of all replicas have assigned. Outside replicas.
 
         Returns the sums of the gradients for ``weights``; None where no local replica has one.

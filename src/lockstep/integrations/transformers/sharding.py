@@ -10,9 +10,10 @@ shard's rows or tokens in those of the batch. Which it is shows when the loss is
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -31,9 +32,12 @@ from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of, row_counts
+from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import FAILURES, keeping_modes
-from lockstep.watch.rows import RowWatch, follows_modules
+from lockstep.train.batch import keeping_modes
+from lockstep.watch.parts import FAILURES, relative_difference
+from lockstep.watch.rows import Mixing, RowWatch, follows_modules
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
@@ -190,6 +194,30 @@ def _by_example(division: Division, workers: Communicator, *, items: Items) -> P
     )
 
 
+class ShardRows(Watcher):
+    """Follows the rows of each local replica's shard through one step."""
+
+    def __init__(self, modes: Sequence[ReplicaRng], shards: Sequence[Shard]) -> None:
+        self._leaves = [tree_leaves(shard.inputs) for shard in shards]
+        self._watches = [
+            RowWatch(mode, shard.rows, through_modules=True) if shard.rows > 1 else None
+            for mode, shard in zip(modes, shards, strict=True)
+        ]
+
+    def in_replica(self, replica: int) -> AbstractContextManager[None]:
+        watch = self._watches[replica]
+        return nullcontext() if watch is None else watch.watching(self._leaves[replica])
+
+    def torch_called(self, replica: int) -> TorchCalled | None:
+        watch = self._watches[replica]
+        return None if watch is None else watch.call
+
+    @property
+    def mixing(self) -> Mixing | None:
+        """What was found of rows that are combined."""
+        return next((mixing for watch in self._watches if watch is not None for mixing in watch.mixings), None)
+
+
 class LossCheck:
     """Checks in some of the first steps of a training whether the loss may be computed in shards, and warns once.
 
@@ -232,16 +260,14 @@ class LossCheck:
         self._steps += 1
         return self._replicas > 1 and self._steps.bit_count() == 1
 
-    def row_watches(self, strategy: Strategy, rows: Sequence[int]) -> PerReplica[RowWatch | None]:
-        """What follows the rows of each local replica's shard through this step: in the first two, and late ones."""
-        if self._replicas == 1 or not follows_modules(self._steps):
-            return PerReplica([None] * len(rows))
-        pairs = zip(strategy.function_modes, rows, strict=True)
-        return PerReplica([RowWatch(mode, size, through_modules=True) if size > 1 else None for mode, size in pairs])
+    def rows_of_step(self, strategy: Strategy, shards: Sequence[Shard]) -> ShardRows | None:
+        """What follows the rows of the local replicas' shards in this step: in the first two, and late ones."""
+        follows = self._replicas > 1 and follows_modules(self._steps)
+        return ShardRows(strategy.function_modes, shards) if follows else None
 
-    def warn_of_mixed_rows(self, watches: Sequence[RowWatch | None]) -> None:
+    def warn_of_mixed_rows(self, rows: ShardRows) -> None:
         """Warns once, if a replica has found that its loss is no sum over rows."""
-        mixing = next((mixing for watch in watches if watch is not None for mixing in watch.mixings), None)
+        mixing = rows.mixing
         if mixing is None or self._warned:
             return
         self._warned = True
@@ -296,8 +322,8 @@ def loss_difference(
     except FAILURES:  # the step itself will raise it
         return None
     rough = any(parameter.dtype in _LOW for parameter in model.parameters()) or torch.is_autocast_enabled("cpu")
-    apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
-    return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
+    difference = relative_difference([whole], [[part] for part in parts] or [[0.0]])
+    return (whole, sum(parts)) if (_ROUGH if rough else _EXACT) < difference < math.inf else None
 
 
 def _halves(shard: Shard, *, items: Items) -> PerReplica[Shard]:

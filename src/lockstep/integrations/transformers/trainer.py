@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from lockstep._torch_compat import tree_leaves, tree_map
+from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object, refuse_to_save, refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
@@ -40,7 +40,6 @@ from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
-from lockstep.watch.rows import RowWatch
 
 
 class Trainer(transformers.Trainer):
@@ -223,11 +222,13 @@ class Trainer(transformers.Trainer):
             if self._loss_check.is_due():
                 self._decide_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
-            watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
-            losses = self._run(self._train_shard, (shards, num_items_in_batch, watches))
+            rows = self._loss_check.rows_of_step(self.strategy, shards.values)
+            with nullcontext() if rows is None else self.strategy.watched_by(rows):
+                losses = self._run(self._train_shard, (shards, num_items_in_batch))
             if self._agrees_on_memory and self.accelerator.sync_gradients:
                 self.strategy.run(self._mirrored_optimizer.sum_gradients)
-            self._loss_check.warn_of_mixed_rows(self.strategy.local_results(watches))
+            if rows is not None:
+                self._loss_check.warn_of_mixed_rows(rows)
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
 
@@ -276,7 +277,7 @@ class Trainer(transformers.Trainer):
         with preserving_rng(replica_of_step()):
             return sharding.loss_difference(loss_of, shard, copy, items=items)
 
-    def _train_shard(self, shard: sharding.Shard, items: Any, watch: RowWatch | None) -> Tensor:
+    def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -284,7 +285,6 @@ class Trainer(transformers.Trainer):
             sends = nullcontext() if self._sums_in_step else self._mirrored_module.no_sync()
             with (
                 sends,
-                nullcontext() if watch is None else watch.watching(tree_leaves(shard.inputs)),
                 sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
             ):

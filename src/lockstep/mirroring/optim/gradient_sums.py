@@ -19,8 +19,8 @@ from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Set
 from lockstep.mirroring.gradients.state import GradientHome, GradientState
 from lockstep.mirroring.optim.step import slices_of
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context
-from lockstep.replicas.hooks import Totals, current_observer
 from lockstep.replicas.owner import Owner
+from lockstep.replicas.watcher import Totals
 
 
 class GradientSums:
@@ -103,12 +103,12 @@ class GradientSums:
 
     def _sum(self, context: ReplicaContext) -> None:
         """Leaves the sums in replica 0's copies, on every worker. Every replica must call it."""
-        observer, replica = current_observer(), context.local_replica
+        replica = context.local_replica
         # A read of ".grad" in a replica asks for these sums: the step guard would wait for them in here.
         with DisableTorchFunction():
-            if observer is not None:
+            for watcher in context.watchers:
                 parameters = [copies[replica] for copies in self.parameters]
-                observer.update_begins(context, parameters, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
+                watcher.update_begins(replica, parameters, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
             context.meet("sum of gradients", (0.0, 0.0), lambda totals: self.exchange.open(totals, self._settings))
             self.exchange.run(context, self._slices[replica])
             context.meet("end of the sum of gradients", None, lambda _: self._clear_followers())

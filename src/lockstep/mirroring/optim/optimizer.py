@@ -29,8 +29,8 @@ from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, UpdateTime
 from lockstep.mirroring.optim.step_hooks import replaced_step
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
-from lockstep.replicas.hooks import Totals
 from lockstep.replicas.owner import Owner
+from lockstep.replicas.watcher import Totals
 
 _SCALER = "torch.amp.grad_scaler"
 

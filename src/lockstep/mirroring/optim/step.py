@@ -31,7 +31,7 @@ from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.hooks import Totals, current_observer
+from lockstep.replicas.watcher import Totals
 
 _LOG = logging.getLogger("lockstep")
 
@@ -204,14 +204,16 @@ class LockstepUpdate:
         """One update. Every replica must call it; all get an equal result. See ``MirroredOptimizer.update``."""
         # Nothing here is random, and the replica's function mode would be asked at every access to a ".grad": for
         # MobileNetV2 it made 11 ms of an update that takes 2.
-        observer = current_observer()
         with DisableTorchFunction():
-            if observer is None:
+            if not context.watchers:
                 return self._run(context, totals, clip_norm, scaler)
-            parameters = [copies[context.local_replica] for copies in self._parameters]
-            observer.update_begins(context, parameters, totals)
+            replica = context.local_replica
+            parameters = [copies[replica] for copies in self._parameters]
+            for watcher in context.watchers:
+                watcher.update_begins(replica, parameters, totals)
             result = self._run(context, totals, clip_norm, scaler)
-            observer.update_ended(context, parameters)
+            for watcher in context.watchers:
+                watcher.update_ended(replica, parameters)
             return result
 
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
@@ -226,22 +228,19 @@ class LockstepUpdate:
 
     def apply(self, context: ReplicaContext) -> None:
         """Updates every storage by the gradients in replica 0's copies. All must call it."""
-        observer, replica = current_observer(), context.local_replica
+        replica, first = context.local_replica, self._leaders[0]
         leader = self._leader_of[replica]
         with DisableTorchFunction():
-            if observer is not None:
-                first = self._leaders[0]
-                observer.sums_applied(
-                    context, [copies[first] for copies in self._parameters] if replica == first else []
-                )
+            for watcher in context.watchers:
+                watcher.sums_applied(replica, [copies[first] for copies in self._parameters if replica == first])
             self.optimizers.others_are_whole = context.num_replicas_in_sync == 1
             context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
                 parameters = [self._parameters[index][leader] for index in self._slices[replica]]
                 self.optimizers.step_slice(leader, parameters)
             context.meet("end of the optimizer update", None, self._close)
-            if observer is not None:
-                observer.update_ended(context, [copies[replica] for copies in self._parameters])
+            for watcher in context.watchers:
+                watcher.update_ended(replica, [copies[replica] for copies in self._parameters])
 
     def _begin_apply(self, _: list[None]) -> None:
         spread(self._parameters, self._leaders)  # the first one's, as they are now

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import Token
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from lockstep._torch_compat import (
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.ops import REWRITTEN, draws
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
+from lockstep.replicas.watcher import PROCEED, TorchCalled
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held while torch's default generator draws a replica's numbers, and by other threads that draw from it.
@@ -85,19 +86,6 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )
 """Calls without keywords that read no values: a third of a transformer's calls, and passed on at once."""
-
-PROCEED: Any = object()
-"""A guard's answer where the call is to be made as it is."""
-
-Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given a torch function, its arguments and keyword arguments: PROCEED, or the result to use instead of the call's."""
-
-
-class Watch(Protocol):
-    """Sees every call of a torch function in a replica, and makes it."""
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes the call by ``ReplicaRng.unwatched``, and returns its result."""
 
 
 def is_random(func: Callable[..., Any]) -> bool:
@@ -158,8 +146,8 @@ class ReplicaRng(TorchFunctionMode):
     Args:
         generator: a CPU generator that no other thread draws from.
         applies: called before each draw; if it returns False, torch's default generator is used. None is always True.
-        instead: replacements of other torch functions, here because every mode costs time at every call. The ``guard``,
-            if one is set, is called before every torch function for the same reason; the ``watch`` makes every call.
+        instead: replacements of other torch functions, here because every mode costs time at every call. Watchers see
+            the calls here for the same reason: the ``guard`` in all runs, others in the block of ``looked_at_by``.
     """
 
     def __init__(
@@ -173,10 +161,10 @@ class ReplicaRng(TorchFunctionMode):
         self._applies = applies
         replaced: dict[Any, Any] = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm}
         self._instead = replaced | dict(instead)
-        self.guard: Guard | None = None
-        self._watch: Watch | None = None
+        self.guard: TorchCalled | None = None
+        self._looks: tuple[TorchCalled, ...] = ()
         self._passed_on = _METADATA
-        self._profile: Any = None  # the function of sys.setprofile, in a call of the watch
+        self._profile: Any = None  # the function of sys.setprofile, while a call is looked at
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRng:
@@ -196,8 +184,8 @@ class ReplicaRng(TorchFunctionMode):
             return func(*args)
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on the two
-            if self._watch is not None:
-                return self._watched(self._watch, func, args, kwargs)
+            if self._looks:
+                return self._looked_at(func, args, kwargs)
             if self.guard is not None:
                 result = self.guard(func, args, kwargs)
                 if result is not PROCEED:
@@ -207,35 +195,46 @@ class ReplicaRng(TorchFunctionMode):
             return self._instead.get(func, func)(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
-    @property
-    def watch(self) -> Watch | None:
-        """What sees and makes every call of a torch function, those that read sizes included; mostly None."""
-        return self._watch
+    @contextmanager
+    def looked_at_by(self, looks: tuple[TorchCalled, ...]) -> Iterator[None]:
+        """A block in which ``looks`` see every call of a torch function first, those that read sizes included."""
+        before = self._looks
+        self._look_by(looks)
+        try:
+            yield
+        finally:
+            self._look_by(before)
 
-    @watch.setter
-    def watch(self, watch: Watch | None) -> None:
-        self._watch, self._passed_on = watch, _METADATA if watch is None else frozenset()
+    def _look_by(self, looks: tuple[TorchCalled, ...]) -> None:
+        self._looks, self._passed_on = looks, frozenset() if looks else _METADATA
 
-    def _watched(self, watch: Watch, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Has the watch make a call. A function set by ``sys.setprofile`` sees the call, and nothing of the watch.
+    def _looked_at(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Has a call looked at, and makes it. A function set by ``sys.setprofile`` sees the call alone.
 
-        It would be called thousands of times a step for the watch's own Python, a quarter of the time of a first step.
+        It would be called thousands of times a step for the looks' own Python, a quarter of the time of a first step.
         A profiler of C, such as cProfile, stays: ``sys.setprofile`` cannot set it again.
         """
         profile = sys.getprofile()
         if type(profile) not in (types.FunctionType, types.MethodType):
-            return watch.call(func, args, kwargs)
+            return self._ask(func, args, kwargs)
         self._profile = profile
         sys.setprofile(None)
         try:
-            return watch.call(func, args, kwargs)
+            return self._ask(func, args, kwargs)
         finally:
             sys.setprofile(self._profile)
             self._profile = None
 
+    def _ask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for look in self._looks if in_replica() else ():
+            if (result := look(func, args, kwargs)) is not PROCEED:
+                return result
+        return self.unwatched(func, args, kwargs)
+
     def unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes a call as without a watch. Of calls inside it the watch sees none."""
-        watch, self.watch, profile = self.watch, None, self._profile
+        """Makes a call that the guard alone sees. Of calls inside it the looks see none."""
+        looks, profile = self._looks, self._profile
+        self._look_by(())
         if profile is not None:
             sys.setprofile(profile)
         try:
@@ -244,18 +243,18 @@ class ReplicaRng(TorchFunctionMode):
             if profile is not None:
                 self._profile = sys.getprofile()
                 sys.setprofile(None)
-            self.watch = watch
+            self._look_by(looks)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
-        guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
+        """A block of calls, while a call is looked at, that the guard, the looks and the caller's modes do not see."""
+        guard, self.guard = self.guard, None
         try:
             # The caller's modes, such as a FLOP counter, would count the watch's calls as the step's.
-            with disable_dispatch_modes() if num_dispatch_modes() else nullcontext():
+            with disable_dispatch_modes() if num_dispatch_modes() else nullcontext(), self.looked_at_by(()):
                 yield
         finally:
-            self.guard, self.watch = guard, watch
+            self.guard = guard
 
     def default_generator(self) -> torch.Generator:
         """The generator that random functions on CPU tensors draw from here."""

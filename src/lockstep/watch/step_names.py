@@ -1,7 +1,10 @@
-"""How messages name a step function, and which functions are a library's own."""
+"""How messages name a step function, at which line they warn, and which functions are a library's own."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,3 +38,17 @@ def description_of_step(fn: Callable[..., Any]) -> str:
     code = attribute_of(plain, "__code__")
     where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
     return f"the step {attribute_of(plain, '__qualname__', type(fn).__qualname__)}{where}"
+
+
+def warn_of_step(fn: Callable[..., Any], message: str) -> None:
+    """Warns of what a step does; see ``warn_caller``."""
+    warn_caller(f"{description_of_step(fn)} {message}")
+
+
+def warn_caller(message: str) -> None:
+    """Warns at the program's line that runs a step, however many calls of this package are between."""
+    frame, level = sys._getframe(1), 2
+    between = (*LIBRARIES, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

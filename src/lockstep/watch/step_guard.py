@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -42,8 +42,10 @@ from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.rng.mode import PROCEED, is_random
+from lockstep.mirroring.registry import MirroredObjects, StepGradients
+from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.rng.mode import ReplicaRng, is_random
+from lockstep.replicas.watcher import PROCEED, Run, Watcher
 
 _METADATA = frozenset(
     [
@@ -218,17 +220,10 @@ class Claims:
         return claim[1] if claim[0]() is thing and claim[1] != replica else None
 
 
-class Gradients(Protocol):
-    """What follows when a step reads or assigns the ".grad" of its weights; see ``registry.StepGradients``."""
-
-    def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None: ...
-    def assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None: ...
-
-
 class StepGuard:
     """One replica's guard. ``claims`` is what this run's replicas have used."""
 
-    def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: Gradients) -> None:
+    def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
         self._gradients = gradients
         self._replica = replica
         self._ownership = ownership
@@ -395,6 +390,35 @@ class StepGuard:
                     "it; copy a batch first (x = x.clone())"
                 )
         return PROCEED
+
+
+class StepGuards(Watcher):
+    """The guards of a strategy's local replicas. They look at every run, and so stay in the replicas' function modes.
+
+    One whole replica reads what one device would, so that nothing of it need be refused.
+
+    Args:
+        objects: what the strategy has mirrored.
+        modes: the function mode of each local replica.
+        replicas: those of all workers.
+    """
+
+    sees_every_step = False
+
+    def __init__(self, objects: MirroredObjects, modes: Sequence[ReplicaRng], replicas: int) -> None:
+        self._objects, self._modes, self._has_others = objects, modes, replicas > 1
+        self._claims, self._revision = Claims(), (-1, -1)
+
+    def looks_at(self, run: Run) -> Sequence[Watcher]:
+        """Begins the claims of the run; makes the guards anew where a module, a weight or a sum has changed."""
+        if self._has_others or any(module.is_part for module in self._objects.modules):
+            self._claims.clear(one_replica=len(self._modes) == 1)
+            if self._revision != self._objects.revision:
+                self._revision = self._objects.revision
+                ownership, gradients = Ownership(self._objects.modules), StepGradients(self._objects)
+                for replica, mode in enumerate(self._modes):
+                    mode.guard = StepGuard(replica, ownership, self._claims, gradients)
+        return ()
 
 
 _CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], Any]] = {

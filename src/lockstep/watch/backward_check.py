@@ -4,31 +4,49 @@
     torch.autograd.grad(loss, weights)               is the gradient of one shard summed before it is used?
 
 Gradients of replicas are added up, so a loss is a sum over rows divided by the size of the global batch. A mean over
-the shard, or a penalty that each replica adds, would count once for each replica.
+the shard, or a penalty that each replica adds, would count once for each replica. If the first run makes no update,
+they are judged in the run that does: a loss may be divided by the number of accumulated runs. The first uneven batch
+is looked at once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from lockstep._torch_compat import DisableTorchFunction, disable_dispatch_modes, saved_tensors_hooks, tree_leaves
+from lockstep.collectives.communicator import call_site
 from lockstep.mirroring.module.buffers import tensor_digest
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.replicas.watcher import PROCEED, Differentiation, Run, TorchCalled, Watcher, listed
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
+from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
-# Names of functions in the autograd graph, as torch 2.13 has them. A graph has no other description of what its nodes
-# compute. If torch renames one, the warnings that depend on it are missing, and tests/strategies/test_backward_check.py
-# fails.
-_SUMS = ("AddBackward", "SubBackward", "RsubBackward")
-_SCALES = ("MulBackward", "DivBackward")
-_SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
-_MEANS = ("MeanBackward", "SumBackward")
-_LISTS = ("StackBackward", "CatBackward")
-_LEAF = "AccumulateGrad"
+
+def _kinds(*results: Tensor) -> frozenset[type]:
+    return frozenset(type(result.grad_fn) for result in results)
+
+
+# A node of an autograd graph is told by the type of what torch makes here, and not by the name that a torch gives it.
+with torch.inference_mode(False), torch.enable_grad():  # the import may be in a block without gradients
+    _x = torch.ones(1, requires_grad=True)
+    _SUMS = _kinds(_x + _x, _x + 1, _x - _x, _x - 1, 1 - _x, torch.rsub(_x, _x))
+    _DIVISIONS = _kinds(_x / _x, _x / 2)
+    _SCALES = _DIVISIONS | _kinds(_x * _x, _x * 2)
+    _SAME = _kinds(-_x, _x.double(), _x.clone(), _x.view(1, 1), torch.ops.aten.alias(_x)) | _kinds(
+        _x.squeeze(), _x.squeeze(0), _x.squeeze((0,))
+    )
+    _MEANS, _ITEM_SUMS = _kinds(_x.mean(), _x.mean(0)), _kinds(_x.sum(), _x.sum(0))
+    _LISTS = _kinds(torch.stack([_x, _x]), torch.cat([_x, _x]))
+    _LEAF = type((_x + 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
 _SAMPLED = 1024  # values, at least, that the digest of a larger tensor is made of
@@ -52,31 +70,28 @@ class Passes:
     """The backward passes of one replica, in a step's first run."""
 
     losses: list[list[Term]] = field(default_factory=list)  # the terms of each
-    gradients: dict[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # from torch.autograd.grad, by the line of the call
-    is_quotient: bool = False  # whether a loss is divided by a sum over rows
+    gradients: dict[str, list[torch.Size]] = field(default_factory=dict)
+    """Shapes of those from torch.autograd.grad, by the line of the call."""
     calls_collectives: bool = False
     """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
     batch, of labels or events, that happens to be the number of the shard's rows."""
     _roots: list[Any] = field(default_factory=list)
 
-    def begins_at(self, tensors: Any, *, saved: bool) -> None:
+    def begins_at(self, tensors: Sequence[Any], *, saved: bool) -> None:
         """Notes the losses of a backward pass that is about to begin.
 
         ``saved`` says whether saved tensors may be read: hooks may compute them anew.
         """
-        for tensor in _listed(tensors):
+        for tensor in tensors:
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             # A loss that is differentiated twice, with retain_graph=True, is one loss.
             if root is not None and not any(root is earlier for earlier in self._roots):
                 self._roots.append(root)
-                self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
                 self._add(_terms(root), saved=saved)
 
-    def begins_again_at(self, tensors: Any) -> None:
+    def begins_again_at(self, tensors: Sequence[Any]) -> None:
         """Notes the losses of a backward pass in a later run. The graph of a loss of one term is not walked through."""
-        for tensor in _listed(tensors):
+        for tensor in tensors:
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None:
                 nodes = list(_terms(root))
@@ -87,11 +102,11 @@ class Passes:
         terms = [_term(node, factors, saved=saved, digests=digests, by_hand=by_hand) for node, factors in nodes]
         self.losses.append(terms)
 
-    def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """Notes the gradients that ``torch.autograd.grad`` returns at ``line``, except those of a loss of one row."""
-        roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.grad_fn]
-        if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
-            self.gradients[line] = [gradient for gradient in _listed(gradients) if isinstance(gradient, Tensor)]
+    def differentiates(self, outputs: Sequence[Any], weights: Sequence[Tensor], line: str) -> None:
+        """Notes that ``torch.autograd.grad`` at ``line`` gives gradients of weights, except of a loss of one row."""
+        roots = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn]
+        if not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
+            self.gradients[line] = [weight.shape for weight in weights]
 
     def forget_graphs(self) -> None:
         """Releases the graphs of the losses."""
@@ -100,14 +115,14 @@ class Passes:
     def summed(self, value: Tensor) -> None:
         """Notes that the step sums a tensor over the replicas. Gradients that it sums need no warning."""
         self.calls_collectives = True
-        for line, gradients in list(self.gradients.items()):
-            if any(value is gradient or value.shape == gradient.shape for gradient in gradients):
+        for line, shapes in list(self.gradients.items()):
+            if value.shape in shapes:
                 del self.gradients[line]
 
 
-def is_mean_of(outputs: Any, *, rows: int) -> bool:
+def is_mean_of(outputs: Sequence[Any], *, rows: int) -> bool:
     """Whether what is differentiated is a mean over so many rows, which nothing multiplies by their number."""
-    roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.numel() == 1]
+    roots = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.numel() == 1]
     return any(
         _mean_over(node, factors, saved=True) == rows and not any(math.isclose(factor, rows) for factor in factors)
         for root in roots
@@ -137,7 +152,6 @@ def loss_warnings(
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )
-    quotient = enough and all(replica_passes.is_quotient for replica_passes, _ in active)
     if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
@@ -149,9 +163,8 @@ def loss_warnings(
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
         )
-    combined = mixing is not None and not (is_mean and mixing.is_mean)
-    if combined or (quotient and not is_mean):
-        yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
+    if mixing is not None and not (is_mean and mixing.is_mean):
+        yield f"compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}"
     lines = dict.fromkeys(line for replica_passes in passes for line in replica_passes.gradients)
     if lines:
         yield (
@@ -216,10 +229,10 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
         if not waiting:
             return
         node, factors = waiting.pop()
-        name, following = _name(node), [child for child, _ in node.next_functions if child is not None]
-        if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
+        kind, following = type(node), [child for child, _ in node.next_functions if child is not None]
+        if kind in _SUMS or (kind in _SAME and len(following) == 1):
             waiting += [(child, factors) for child in following]
-        elif name.startswith(_SCALES) and len(following) == 1:
+        elif kind in _SCALES and len(following) == 1:
             waiting.append((following[0], (*factors, *_factor(node))))
         else:
             yield node, factors
@@ -231,12 +244,12 @@ def _factor(node: Any) -> Iterator[float]:
         value = _saved(node, name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             number = float(value.detach())
-            yield 1 / number if _name(node).startswith("DivBackward") and number else number
+            yield 1 / number if type(node) in _DIVISIONS and number else number
             return
 
 
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool, digests: bool, by_hand: bool) -> Term:
-    is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
+    is_sum = type(node) in _ITEM_SUMS and bool(_saved(node, "_saved_self_sym_sizes"))
     mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved and digests else None
     if is_sum and not by_hand:
         mean_over = None
@@ -252,16 +265,15 @@ def _labels(node: Any) -> float | None:
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
-    name = _name(node)
-    if name.startswith(_MEANS):
+    if type(node) in _MEANS | _ITEM_SUMS:
         sizes = _saved(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
         # A mean of a stack or a list of losses is one over losses and not over rows.
-        if not sizes or (child is not None and _name(child).startswith(_LISTS)):
+        if not sizes or type(child) in _LISTS:
             return None
         size = int(sizes[0])
         by_hand = any(math.isclose(factor, 1 / size) for factor in factors) if size else False
-        return size if name.startswith("MeanBackward") or by_hand else None
+        return size if type(node) in _MEANS or by_hand else None
     if not saved or _saved(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
     inputs = _saved(node, "_saved_self")
@@ -277,16 +289,16 @@ def _digest(root: Any) -> int | None:
         # A Function of Python may compute with anything that it does not save.
         if len(visited) > _NODES or isinstance(node, _OF_PYTHON):
             return None
-        if _name(node) == _LEAF:
+        if type(node) is _LEAF:
             weights = True
             continue
-        digest = hash((digest, _name(node)))
+        digest = hash((digest, type(node)))
         for attribute in sorted(name for name in dir(node) if name.startswith("_saved_")):
             try:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [item for item in _listed(value) if isinstance(item, Tensor)]
+            tensors = [item for item in listed(value) if isinstance(item, Tensor)]
             # A tensor of no rows, or whose memory is freed, has no values to compare.
             if any(tensor.numel() == 0 or not tensor.untyped_storage().size() for tensor in tensors):
                 return None
@@ -295,7 +307,7 @@ def _digest(root: Any) -> int | None:
             if not tensors:
                 digest = hash((digest, repr(value)))
         following = [child for child, _ in node.next_functions]
-        binary = binary or (None in following and not _name(node).startswith(_SCALES))
+        binary = binary or (None in following and type(node) not in _SCALES)
         for child in following:
             if child is not None and child not in visited:
                 visited.add(child)
@@ -316,63 +328,6 @@ def _sample(tensor: Tensor) -> int:
     return tensor_digest(tensor.flatten()[::step])
 
 
-def _divides_by_a_sum(root: Any) -> bool:
-    """Whether a loss is divided by a sum over rows that depends on weights, as a Dice loss is."""
-    return any(
-        name.startswith("DivBackward") and any(_summed_in(node.next_functions[1][0])) for name, node in _nodes(root)
-    )
-
-
-def _nodes(root: Any) -> Iterator[tuple[str, Any]]:
-    """All functions behind a loss, by name."""
-    visited, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield _name(node), node
-        following = {child for child, _ in node.next_functions if child is not None} - visited
-        visited |= following
-        waiting += following
-
-
-def _summed_in(node: Any) -> Iterator[int]:
-    """The numbers of items that a number is a sum of, also of several sums, or with a number added."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        name = _name(node)
-        if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
-            waiting += [child for child, _ in node.next_functions]
-        elif name.startswith("SumBackward"):
-            sizes = _saved(node, "_saved_self_sym_sizes")
-            if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
-                yield int(sizes[0])
-
-
-def _is_weight(node: Any) -> bool:
-    """Whether a function gives a weight, or a view of one."""
-    while node is not None and _name(node) != _LEAF:
-        following = [child for child, _ in node.next_functions]
-        if len(following) != 1:
-            return False
-        node = following[0]
-    return node is not None
-
-
-def _goes_over_the_first(node: Any, dims: int) -> bool:
-    reduced_dims = _saved(node, "_saved_dim")
-    if reduced_dims is None or reduced_dims == ():
-        return True
-    # torch 2.13 saves dims as unsigned numbers: -1 is 2**64 - 1.
-    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(reduced_dims))
-
-
-def _name(node: Any) -> str:
-    """Such as "MeanBackward0"; a function of Python's may be called anything."""
-    return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
-
-
 def _saved(node: Any, name: str) -> Any:
     """What a function has saved; None where it is freed, or has been changed in place since."""
     try:
@@ -381,5 +336,116 @@ def _saved(node: Any, name: str) -> Any:
         return None
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
+class StepLosses:
+    """What has shown of the losses of one step function, from its first run on.
+
+    Attributes:
+        cycle: the number of runs whose gradients are accumulated for an update; 0 while it is not known.
+        waits: whether an update is waited for, when ``cycle`` shows.
+        saw_uneven: whether a run was looked at whose shards have different sizes. Means over equal shards are right if
+            they are divided by their number; the first uneven batch shows one that is not.
+        calls_collectives: whether the step has called a collective.
+        has_warned: whether it was warned of a loss.
+        passes, rows: of each local replica, in the run that was looked at.
+        mixing: what was found of rows in the first run.
+    """
+
+    def __init__(self, run: Run, modules: Sequence[MirroredModule]) -> None:
+        # Not the function, which would live as long as the strategy.
+        self._step, self.replicas = description_of_step(run.fn), run.strategy.num_replicas_in_sync
+        self.is_of_user = run.distributed and not is_of_the_package(run.fn)
+        # Weak references: this may wait for an update as long as the step function lives.
+        self._modules = [ref(module) for module in modules]
+        self.cycle, self.saw_uneven = 0, len(set(run.rows)) > 1
+        self.waits = self.calls_collectives = self.has_warned = False
+        self.passes: Sequence[Passes] = ()
+        self.rows: Sequence[int | None] = ()
+        self.mixing: Mixing | None = None
+
+    def accumulates(self) -> bool:
+        """Whether gradients wait for an update. Until then each copy has those of its replica."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        # An update takes the gradients of all copies away, so those of other copies show one that has not come.
+        parameters = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
+        self.waits = any(parameter.grad is not None for parameter in parameters)
+        return self.waits
+
+    def warn(self, *, cycle: int) -> None:
+        """Warns of the losses that were noted, whose gradients are accumulated over ``cycle`` runs."""
+        self.cycle = cycle
+        if self.is_of_user:
+            for message in loss_warnings(self.passes, self.rows, self.replicas, mixing=self.mixing, cycle=cycle):
+                self.has_warned = True
+                warn_caller(f"{self._step} {message}")
+
+
+class LossLook(Watcher):
+    """Looks at the losses of a step's first run, or of the first one whose shards have different sizes."""
+
+    def __init__(self, losses: StepLosses, run: Run, modules: Sequence[MirroredModule]) -> None:
+        self._losses, self._has_others = losses, len(run.rows) > 1
+        self._passes = [Passes() for _ in run.rows]
+        self._weights = {id(weight) for module in modules for copy in module.copies for weight in copy.parameters()}
+        self._saves_by_hooks = False
+        self._is_first = not losses.passes
+
+    def torch_called(self, replica: int) -> TorchCalled | None:
+        return partial(self._note_hooks, saved_tensors_hooks(True))
+
+    def _note_hooks(self, hooks: Any, *_: Any) -> Any:
+        # What hooks have saved, as gradient checkpointing's, would be computed anew if it were looked at.
+        self._saves_by_hooks |= saved_tensors_hooks(True) != hooks
+        return PROCEED
+
+    def differentiates(self, replica: int, differentiation: Differentiation) -> None:
+        if not self._has_others:
+            return
+        passes, inputs = self._passes[replica], differentiation.inputs
+        with _unseen():
+            if differentiation.returns:
+                weights = [leaf for leaf in inputs or () if isinstance(leaf, Tensor)]
+                if any(id(weight) in self._weights for weight in weights):
+                    passes.differentiates(differentiation.roots, weights, call_site())
+            elif inputs is None:
+                passes.begins_at(differentiation.roots, saved=not self._saves_by_hooks)
+
+    def collective_called(self, replica: int, name: str, value: Any) -> None:
+        if not self._has_others:
+            return
+        self._passes[replica].calls_collectives = True
+        with _unseen():
+            for leaf in tree_leaves(value) if name == "all_reduce" else ():
+                if isinstance(leaf, Tensor):
+                    self._passes[replica].summed(leaf)
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        losses = self._losses
+        if error is not None:
+            return
+        for passes in self._passes:
+            passes.forget_graphs()
+            losses.calls_collectives |= passes.calls_collectives
+        losses.passes, losses.rows = self._passes, run.rows
+        if self._is_first:
+            losses.warn(cycle=0 if losses.accumulates() else 1)
+        else:
+            losses.mixing = None
+            losses.warn(cycle=losses.cycle)
+
+
+class UpdateWait(Watcher):
+    """Waits in later runs for the update that uses the gradients of the first, when its losses can be judged."""
+
+    def __init__(self, losses: StepLosses, runs: int) -> None:
+        self._losses, self._runs = losses, runs
+
+    def run_ended(self, run: Run, error: BaseException | None) -> None:
+        if error is None and not self._losses.accumulates() and not self._losses.has_warned:
+            self._losses.warn(cycle=self._runs)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hides from the program's modes what is computed here, and ignores errors, as of tensors freed meanwhile."""
+    with suppress(Exception), DisableTorchFunction(), torch.no_grad(), disable_dispatch_modes():
+        yield
