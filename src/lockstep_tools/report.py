@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,19 +55,19 @@ def epochs_table(history: History) -> str:
 
 def write_history(history: History, path: str | os.PathLike[str]) -> Path:
     """Writes a CSV file, whole or not at all: a row for each epoch, from 1, with all logs and times of the steps."""
-    columns = _epoch_columns(history)
+    columns = _epoch_columns(history, without=())
     rows = [[epoch + 1, *(column.get(epoch, "") for column in columns.values())] for epoch in history.epoch]
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows([["epoch", *columns], *rows])
     return atomic_write(Path(path), text.getvalue())
 
 
-def _epoch_columns(history: History) -> dict[str, dict[int, float]]:
+def _epoch_columns(history: History, without: Collection[str] = ("learning_rate",)) -> dict[str, dict[int, float]]:
     """Name -> epoch -> number: the logs and the times of the steps."""
     columns = {
         name: dict(zip(history.logged_in[name], values, strict=True))
         for name, values in history.history.items()
-        if name != "learning_rate"
+        if name not in without
     }
     columns["seconds"] = {timing.epoch: timing.seconds for timing in history.timing}
     columns["ms_per_step"] = {timing.epoch: 1000 * timing.median_step_s for timing in history.timing}

@@ -95,6 +95,7 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     adapted = run_lockstep("train", "reviews", *places, "--pretrained", "out/model", "--lora", "r=2")
     assert (first.returncode, first.stderr) == (0, "")
     assert "epoch 1/1" not in first.stdout
+    assert "rows; dropped: " in first.stdout  # belongs to the result
     assert (adapted.returncode, adapted.stderr) == (0, "")
     assert "of them trained; " in adapted.stdout
     assert not (tmp_path / "again" / "model" / "adapter_config.json").exists()

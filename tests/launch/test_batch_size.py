@@ -155,6 +155,10 @@ def test_a_model_is_as_before_and_the_trials_are_used_again(split_cpu, tmp_path)
     assert ls.fingerprint(model) == before
     assert torch.equal(torch.get_rng_state(), drawn)
     assert model.learning_rate == 0.01
+    with strategy.scope():
+        wider = Model(nn.Linear(5, 1))
+    wider.compile(lambda parameters: torch.optim.Adam(parameters, 0.01), "mse")
+    assert not ls.find_batch_size(wider, torch.randn(50, 5), y, aim="memory", cache=tmp_path).cached
     strategy.close()
 
 

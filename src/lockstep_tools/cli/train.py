@@ -256,7 +256,8 @@ class TrainReviews(TrainingCommand):
         if resume is not None:
             self._say(f"going on from {resume}")
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
-        self._say(f"{_reviews_overview(task)}\n")
+        overview = _reviews_overview(task)
+        self._say(f"{overview}\n")
         result = reviews_recipe.train_reviews(
             self._sized_config(task, strategy, folders),
             task,
@@ -279,7 +280,11 @@ class TrainReviews(TrainingCommand):
             card=reviews_card(self._config_of(result), folders.model, self.text[0] if self.text else _EXAMPLE_REVIEW),
             tested_epoch=result.best_epoch,
             size=f"{part}; {len(task.tokenizer):,} tokens",
-            notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],
+            # What was dropped belongs to the result, and without --quiet was said before the training.
+            notes=[
+                *overview.splitlines()[: int(self.quiet)],
+                f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews",
+            ],
             last=["", *classified],
         )
 

@@ -79,6 +79,15 @@ def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, 
     assert equal(data, same)
 
 
+def test_every_epoch_has_the_lines_in_another_order(rows: TokenRows, tokenizer: Any):
+    data = batches(rows, tokenizer)
+    first = [row for x, y in data for row in unmasked(x, y)]
+    data.set_epoch(1)
+    second = [row for x, y in data for row in unmasked(x, y)]
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
 def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(tokenizer: Any, lines: list[str]):
     data = batches(TokenRows(encode(tokenizer, lines[:1], max_tokens=96)), tokenizer)
     (_, first) = next(iter(data))
