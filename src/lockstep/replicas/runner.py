@@ -25,7 +25,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError
 from lockstep.replicas.barrier import IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.replicas.caller_state import CallerState, Profile
-from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
@@ -35,7 +35,7 @@ from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.owner import Owner
-from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
+from lockstep.replicas.rng.mode import Guard, ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
@@ -60,7 +60,7 @@ def _make_rng(device: LogicalDevice, generator: torch.Generator) -> ReplicaRng:
     # A device of kind "GPU" that computes on CPU tensors (the tests' stand-in) swaps the default generator by itself.
     swaps = device.kind == "GPU" and device.torch_device.type == "cpu"
     instead = {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
-    return ReplicaRng(generator, applies=(lambda: False) if swaps else in_replica, instead=instead)
+    return ReplicaRng(generator, applies=(lambda: False) if swaps else get_replica_context, instead=instead)
 
 
 def _make_gpu(device: LogicalDevice, generator: torch.Generator) -> GpuReplica | None:
