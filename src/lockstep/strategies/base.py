@@ -551,8 +551,9 @@ class ThreadedStrategy(Strategy):
             name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
             # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
-        block = self._replica_block
-        return self._runner.run(self, fn, [partial(_run_within, block, body) for body in bodies], rows, note)
+        if self._replica_block is not nullcontext:
+            bodies = [partial(_run_within, self._replica_block, body) for body in bodies]
+        return self._runner.run(self, fn, bodies, rows, note)
 
 
 def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
