@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.house import calls_of_a_step, frames_from_fit_to_forward
 
 MOST_CALLS = 500
