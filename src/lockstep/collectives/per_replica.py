@@ -61,18 +61,17 @@ class PerReplica(Generic[T]):
 
 def select(structure: Any, replica: int, num_replicas: int) -> Any:
     """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value."""
-
-    def pick(leaf: Any) -> Any:
-        if not is_kind(leaf, PerReplica):
-            return leaf
-        if len(leaf) != num_replicas:
-            raise ConfigError(
-                f"a PerReplica argument has {len(leaf)} values, but the strategy has {num_replicas} replicas; "
-                "make it with the same strategy"
-            )
-        return leaf[replica]
-
-    return tree_map(pick, structure)
+    leaves, spec = tree_flatten(structure)
+    for at, leaf in enumerate(leaves):
+        if issubclass(type(leaf), PerReplica):
+            values = leaf._values
+            if len(values) != num_replicas:
+                raise ConfigError(
+                    f"a PerReplica argument has {len(values)} values, but the strategy has {num_replicas} replicas; "
+                    "make it with the same strategy"
+                )
+            leaves[at] = values[replica]
+    return tree_unflatten(leaves, spec)
 
 
 def merge(results: Sequence[Any]) -> Any:
@@ -83,15 +82,22 @@ def merge(results: Sequence[Any]) -> Any:
     by identity alone. Results of different structure (None from one replica, a tensor from another) become a single
     PerReplica.
     """
-    flat = [tree_flatten(result) for result in results]
-    spec = flat[0][1]
-    if any(other != spec for _, other in flat[1:]):
-        return PerReplica(list(results))
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [
-        column[0] if all(_is_same(value, column[0]) for value in column) else PerReplica(column) for column in columns
-    ]
-    return tree_unflatten(joined, spec)
+    leaves, spec = tree_flatten(results[0])
+    leaves_of_all = [leaves]
+    for result in results[1:]:
+        leaves, other_spec = tree_flatten(result)
+        if other_spec != spec:
+            return PerReplica(list(results))
+        leaves_of_all.append(leaves)
+    return tree_unflatten([_merged(column) for column in zip(*leaves_of_all, strict=True)], spec)
+
+
+def _merged(column: tuple[Any, ...]) -> Any:
+    """The value that is the same on all replicas, or a PerReplica."""
+    for value in column[1:]:
+        if not _is_same(value, column[0]):
+            return PerReplica(column)
+    return column[0]
 
 
 _PLAIN = (
@@ -104,7 +110,7 @@ _PLAIN = (
 def _is_same(value: Any, first: Any) -> bool:
     if value is first:
         return True
-    if type(value) is not type(first):
+    if type(value) is not type(first) or type(first) is torch.Tensor:
         return False
     # By their bits, which tell 0.0 from -0.0, and for which a NaN is equal to itself.
     if is_kind(first, (float, complex)):

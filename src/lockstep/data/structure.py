@@ -36,7 +36,8 @@ class RowTuple(tuple[T, ...]):
     """A tuple with one item a row."""
 
 
-for _kind in (RowList, RowTuple):
+_ROWS = (RowList, RowTuple)
+for _kind in _ROWS:
     # So that tree_map in a step goes into them as into the lists and tuples that one device gets.
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
 
@@ -118,7 +119,7 @@ def _fields(node: Any) -> tuple[str, ...]:
 
 def rows_of(leaf: Any) -> int | None:
     """Returns the number of rows of a leaf, or None for a value without rows."""
-    if is_kind(leaf, Tensor):
+    if issubclass(type(leaf), Tensor):
         return leaf.size(0) if leaf.ndim else None
     return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else None
 
@@ -154,14 +155,17 @@ def shard_leaves(arguments: Any, replicas: int) -> tuple[list[list[Any]], bool]:
 
     Mappings are looked into where they come from distributed data, and not where they are objects of the program.
     """
-    leaves = _leaves(arguments)
     shards: list[list[Any]] = [[] for _ in range(replicas)]
-    for leaf in leaves:
-        differs = is_kind(leaf, PerReplica)
-        for replica, shard in enumerate(shards):
-            value = leaf[replica] if differs else leaf
-            shard += _leaves(value) if differs and type(value) is not Tensor else [value]
-    return shards, any(is_kind(leaf, PerReplica) for leaf in leaves)
+    distributed = False
+    for leaf in _leaves(arguments):
+        if is_kind(leaf, PerReplica):
+            distributed = True
+            for shard, value in zip(shards, leaf.values, strict=True):
+                shard += [value] if type(value) is Tensor else _leaves(value)
+        else:
+            for shard in shards:
+                shard.append(leaf)
+    return shards, distributed
 
 
 def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
@@ -171,7 +175,7 @@ def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
 
 
 def _leaves(structure: Any) -> list[Any]:
-    leaves = tree_leaves(structure, is_leaf=lambda node: is_kind(node, (RowList, RowTuple)))
+    leaves = tree_leaves(structure, is_leaf=lambda node: issubclass(type(node), _ROWS))
     return [leaf for leaf in leaves if not is_attributes(leaf)]
 
 

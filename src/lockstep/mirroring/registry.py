@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.local_sum import Copies, MakeExchange, Settings
+from lockstep.mirroring.gradients.local_sum import Copies, MakeExchange, Settings, has_gradients
 from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
@@ -131,10 +131,10 @@ class MirroredObjects:
         if len(strategy.devices) == 1:
             return
         for copies in self._without_sums():
-            if any(copy.grad is not None for copy in copies[1:]):
+            if has_gradients([copies], slice(1, None)):
                 self.sum_by_hand(strategy, copies[0])
         for sums in self.gradient_sums():
-            if not any(id(copies[0]) in self._stepped_twice for copies in sums.parameters):
+            if not (self._stepped_twice and any(id(copies[0]) in self._stepped_twice for copies in sums.parameters)):
                 sums.sum_after_run()
 
     def _without_sums(self) -> list[tuple[nn.Parameter, ...]]:
@@ -150,7 +150,7 @@ class MirroredObjects:
 
     def _warn_of_local_gradients(self) -> None:
         """Warns once, with several workers, of a run that leaves gradients of parameters without an optimizer."""
-        if self._has_warned or not any(copies[0].grad is not None for copies in self._without_sums()):
+        if self._has_warned or not has_gradients(self._without_sums(), slice(1)):
             return
         self._has_warned = True
         warnings.warn(
@@ -162,7 +162,7 @@ class MirroredObjects:
 
     def gradient_sums(self) -> list[GradientSums]:
         """The sums of the optimizers' gradients, and of those that a program reads without an optimizer."""
-        return [*(optimizer.gradient_sums for optimizer in self.optimizers), *self._sums_by_hand.values()]
+        return [optimizer.gradient_sums for optimizer in self.optimizers] + list(self._sums_by_hand.values())
 
     def sum_by_hand(self, strategy: Owner, parameter: nn.Parameter) -> None:
         """Has the gradients of a parameter that no optimizer holds summed from now on, with those of its module.

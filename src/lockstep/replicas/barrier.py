@@ -81,16 +81,19 @@ class ReplicaBarrier:
             DeviceMemoryError: (in the replica) it has taken more memory than the limit of its device.
             ReplicaStopped: the run has ended because of another replica.
         """
-        slot.check()
-        event = slot.record_event()
+        event = None
+        if isinstance(slot, GpuSlot):
+            slot.check()
+            event = slot.record_event()
         with self._lock:
-            self._stop_if_ended()
+            if self.cause is not None:
+                raise ReplicaStopped
             meeting = self._meeting
             meeting.calls[replica] = call
             meeting.values[replica] = value
             if event is not None:
                 meeting.events.append(event)
-            if self._departures or len({call.name for call in meeting.calls.values()}) > 1:
+            if self._departures or next(iter(meeting.calls.values())).name != call.name:
                 raise self._end(self._explain(meeting))
             complete = len(meeting.calls) == len(self._replicas)
         if complete:
@@ -118,7 +121,8 @@ class ReplicaBarrier:
     def stop_if_ended(self) -> None:
         """Raises ReplicaStopped in a replica that has waited elsewhere, if the run has ended meanwhile."""
         with self._lock:
-            self._stop_if_ended()
+            if self.cause is not None:
+                raise ReplicaStopped
 
     def abort(self, cause: BaseException) -> None:
         """Ends the run from outside, as Ctrl-C does: every replica stops at its next collective."""
@@ -149,7 +153,8 @@ class ReplicaBarrier:
             self.abort(error)
             raise
         with self._lock:
-            self._stop_if_ended()
+            if self.cause is not None:
+                raise ReplicaStopped
             meeting.result, meeting.is_complete = result, True
             meeting.values.clear()
             meeting.events.clear()
@@ -161,14 +166,11 @@ class ReplicaBarrier:
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
             while not meeting.is_complete:
-                self._stop_if_ended()
+                if self.cause is not None:
+                    raise ReplicaStopped
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise self._end(self._explain(meeting, f"nobody else came within {self._timeout_s:g} s: "))
             return meeting.result
-
-    def _stop_if_ended(self) -> None:
-        if self.cause is not None:
-            raise ReplicaStopped
 
     def _end(self, cause: BaseException) -> BaseException:
         if self.cause is None:

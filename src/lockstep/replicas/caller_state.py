@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,47 +30,65 @@ class CallerState:
     """
 
     grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    functions: tuple[TorchFunctionMode, ...]
-    operators: tuple[compat.TorchDispatchMode, ...]
-    saved: tuple[Callable[..., Any], Callable[..., Any]] | None
-    no_saved: str | None
-    device: torch.device | None
+    inference: bool = False
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    functions: tuple[TorchFunctionMode, ...] = ()
+    operators: tuple[compat.TorchDispatchMode, ...] = ()
+    saved: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    no_saved: str | None = None
+    device: torch.device | None = None
 
     @classmethod
     def capture(cls) -> CallerState:
         """The state now, without function modes of this package, which handle their replicas themselves."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
         operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
+        saved, no_saved = compat.saved_tensors_hooks(False), compat.saved_tensors_hooks_disabled()
+        has_casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        inference = torch.is_inference_mode_enabled()
+        if not (functions or operators or saved or no_saved is not None or has_casts or inference):
+            return _ordinary(torch.is_grad_enabled())  # nearly every run: no state is made or applied
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         # torch.device and set_default_device are a function mode too; each replica gets one for its own device.
         devices = [mode for mode in functions if isinstance(mode, compat.DeviceContext)]
         return cls(
             grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
+            inference=inference,
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
             functions=tuple(mode for mode in functions if mode not in devices and not _is_lockstep_mode(mode)),
             operators=tuple(operators),
-            saved=compat.saved_tensors_hooks(False),
-            no_saved=compat.saved_tensors_hooks_disabled(),
+            saved=saved,
+            no_saved=no_saved,
             device=devices[0].device if devices else None,
         )
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the grad mode is all that ``capture`` has seen: then ``set_switches`` applies the state."""
+        return self is _ordinary(self.grad)
+
+    def set_switches(self) -> None:
+        """Sets the grad mode, and what holds in every replica. Not undone: the next run of the thread sets it anew."""
+        torch.set_grad_enabled(self.grad)
+        # torch runs backward passes for a GPU in one thread per device, where replicas that share the device would wait
+        # for each other in a collective's backward pass. So they run in the calling thread.
+        torch.autograd.set_multithreading_enabled(False)
+        # No autocast caches casts, unless it is asked to. torch has one cache for all threads, and any thread that
+        # leaves autocast clears it. So the other replicas' timing would decide whether a tensor that is used twice is
+        # cast twice, and its gradients added up in float32 or in bfloat16: four replicas with reentrant checkpointing
+        # gave other numbers in every run.
+        torch.set_autocast_cache_enabled(False)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A block with the grad mode, inference mode and autocast."""
+        """A block with the inference mode and autocast, after ``set_switches``."""
         with ExitStack() as stack:
-            stack.enter_context(_no_shared_casts())
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             # Last: inference mode turns gradients off, and enable_grad inside no_grad must hold in the replicas.
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            # torch runs backward passes for a GPU in one thread per device, where replicas that share the device would
-            # wait for each other in a collective's backward pass. So they run in the calling thread.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
     @property
@@ -107,24 +126,13 @@ class CallerState:
             yield
 
 
+@cache
+def _ordinary(grad: bool) -> CallerState:
+    return CallerState(grad=grad)
+
+
 def _is_lockstep_mode(mode: TorchFunctionMode) -> bool:
     return type(mode).__module__.startswith("lockstep.")
-
-
-@contextmanager
-def _no_shared_casts() -> Iterator[None]:
-    """A block in which autocast caches no casts, unless it is asked to.
-
-    torch has one cache for all threads, and any thread that leaves autocast clears it. So the other replicas' timing
-    would decide whether a tensor that is used twice is cast twice, and its gradients added up in float32 or in
-    bfloat16: four replicas with reentrant checkpointing gave other numbers in every run.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class Profile:
@@ -139,9 +147,7 @@ class Profile:
 
     @classmethod
     def of_caller(cls) -> Profile | None:
-        """The calling thread's; None where it is not profiled, or, with a warning, where torch cannot hand it on."""
-        if not compat.is_profiled():
-            return None
+        """That of the calling thread, which is profiled; None, with a warning, where torch cannot hand it on."""
         library = compat.profiler_functions()
         if library is None:
             warnings.warn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
 from lockstep.config import LogicalDevice
 from lockstep.errors import CollectiveError, UsageError
 from lockstep.replicas.barrier import Call, IssueSlot, ReplicaBarrier
+from lockstep.replicas.device.streams import GpuSlot
 from lockstep.replicas.owner import Owner
 from lockstep.replicas.watcher import Watcher
 
@@ -50,6 +51,9 @@ class ReplicaContext:
 
     Attributes:
         strategy: the strategy that runs this replica.
+        workers: the communicator of the workers that run this step together.
+        num_replicas_in_sync: how many replicas, of all workers, run this step together.
+        replica_id_in_sync_group: this replica's number among those of all workers, from 0.
         device: this replica's logical device; ``device.torch_device`` is where its tensors belong.
         local_replica: this replica's number among those of its worker, from 0.
         watchers: those that look at this run; in most runs there are none.
@@ -70,25 +74,13 @@ class ReplicaContext:
         self, strategy: Owner, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
     ) -> None:
         self.strategy = strategy
+        self.workers: Communicator = strategy.workers
+        self.num_replicas_in_sync: int = self.workers.num_replicas
+        self.replica_id_in_sync_group: int = self.workers.first_replica + replica
         self.device = device
         self.local_replica = replica
         self._barrier = barrier
         self._slot = slot
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """This replica's number among those of all workers, from 0."""
-        return self.workers.first_replica + self.local_replica
-
-    @property
-    def workers(self) -> Communicator:
-        """The communicator of the workers that run this step together."""
-        return self.strategy.workers
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas, of all workers, run this step together."""
-        return self.strategy.num_replicas_in_sync
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """Sums or averages ``value`` over all replicas. Every replica must call it. Differentiable.
@@ -138,12 +130,20 @@ class ReplicaContext:
         def once(values: list[Any]) -> Any:
             # Without both, what combine draws would come from the generator of whichever replica was last
             # (test_in_a_merge_call_it_does_not_matter_who_came_last).
-            with in_context(None), self._slot.with_default_rng():
-                return combine(values)
+            token = _current.set(None)
+            try:
+                with self._slot.with_default_rng() if isinstance(self._slot, GpuSlot) else nullcontext():
+                    return combine(values)
+            finally:
+                _current.reset(token)
 
         if self._barrier is None:
             raise CollectiveError(f"{name} was called where this replica is alone; call it in the step itself")
         return self._barrier.meet(self.local_replica, Call(name, call_site()), value, once, self._slot)
+
+    def make_current(self) -> None:
+        """Makes this the current context until the end of the ``contextvars`` context, which a run copies."""
+        _current.set(self)
 
     def alone(self) -> ReplicaContext:
         """The same replica for code that the others do not run: its collectives raise a ``CollectiveError``."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-
-from lockstep.replicas.device.driver import StreamEvent
 
 
 class IssueGate:
@@ -42,21 +39,6 @@ class IssueGate:
                 self._waiting.popleft().release()
             else:
                 self._free += 1
-
-    def check(self) -> None:
-        """Checks what the replica has done before others use its results."""
-
-    def record_event(self) -> StreamEvent | None:
-        """An event behind what the replica has queued; None on a CPU, which has finished when a call returns."""
-        return None
-
-    def with_default_rng(self) -> AbstractContextManager[None]:
-        """A block of work for all replicas, which draws no random numbers of this one's device."""
-        return nullcontext()
-
-    def naming_device(self) -> AbstractContextManager[None]:
-        """A block in which an out-of-memory error names the logical device."""
-        return nullcontext()
 
     def _withdraw(self, gate: threading.Lock) -> None:
         with self._lock:

@@ -38,7 +38,11 @@ class IssuePolicy:
         self._trial(fn).record(seconds)
 
     def _trial(self, fn: Callable[..., Any]) -> _Trial:
-        return self._trials.setdefault(code_of(fn), _Trial(self._widest))
+        code = code_of(fn)
+        trial = self._trials.get(code)
+        if trial is None:
+            trial = self._trials[code] = _Trial(self._widest)
+        return trial
 
 
 class _Trial:

@@ -12,19 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from lockstep._torch_compat import compiled_code_for
+from lockstep._torch_compat import compiled_code_for, is_profiled
 from lockstep.config import LogicalDevice
-from lockstep.errors import ReplicaError, UsageError
+from lockstep.errors import ReplicaError
 from lockstep.replicas.barrier import IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.replicas.caller_state import CallerState, Profile
-from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
@@ -34,7 +35,7 @@ from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.owner import Owner
-from lockstep.replicas.rng.mode import ReplicaRng, in_replica
+from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import ReplicaThreads
 
@@ -59,7 +60,7 @@ def _make_rng(device: LogicalDevice, generator: torch.Generator) -> ReplicaRng:
     # A device of kind "GPU" that computes on CPU tensors (the tests' stand-in) swaps the default generator by itself.
     swaps = device.kind == "GPU" and device.torch_device.type == "cpu"
     instead = {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
-    return ReplicaRng(generator, applies=(lambda: False) if swaps else in_replica, instead=instead)
+    return ReplicaRng(generator, applies=(lambda: False) if swaps else get_replica_context, instead=instead)
 
 
 def _make_gpu(device: LogicalDevice, generator: torch.Generator) -> GpuReplica | None:
@@ -99,7 +100,9 @@ class ReplicaRunner:
         generators = [replica_generator(seed, number) for number in numbers]
         self._random = list(map(_make_rng, devices, generators))
         self._gpu = list(map(_make_gpu, devices, generators))
+        self._on_gpus = [gpu for gpu in self._gpu if gpu is not None]
         self._streams = RunStreams(devices)
+        self._meeting_streams = self._streams if self._streams.any_meeting else None
         on_same = Counter(device.physical.name for device in devices)
         self._policies = {
             device.physical.name: IssuePolicy(
@@ -132,15 +135,7 @@ class ReplicaRunner:
         The bodies call ``fn``, by which the issue policy knows a step again. ``rows`` has each replica's shard length,
         None where unknown, for messages; ``note`` makes the note on an error.
         """
-        self._threads.check_process()
-        if self._threads.closed:
-            raise UsageError("the strategy has been closed and its threads have ended; make a new one")
-        # It would wait for a thread that waits for it.
-        if self._threads.has_current:
-            raise UsageError(
-                "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
-                "in the replicas, before or after the merge_call"
-            )
+        self._threads.check_caller()
         caller = CallerState.capture()
         with self._one_run:
             if self._stopped is not None and self._stopped.missing:
@@ -152,36 +147,36 @@ class ReplicaRunner:
                 end_openmp_team()
             began = time.perf_counter()
             with compiled_code_for(len(self._devices)):  # dynamo's settings are part of the context, which is copied
-                run = _Run(self._names, self._timeout_s, self._streams, caller, note)
+                run = _Run(self._names, self._timeout_s, self._meeting_streams, caller, note)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.account.begin_run()
-            with self._streams:
-                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
+            with self._streams if self._on_gpus else nullcontext():
+                try:
+                    self._submit(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
+                    run.barrier.wait_until_settled()
+                except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
+                    run.barrier.abort(interruption)
+                    self._stop(run, interruption)
+                    raise
+                if run.barrier.cause is not None:
+                    self._stop(run, run.barrier.cause)
+                    raise run.barrier.cause
             took = time.perf_counter() - began
             # Runs under the caller's modes go one at a time whatever the policy says, so their times say nothing.
             for policy in () if caller.one_at_a_time else self._policies.values():
                 policy.record(fn, took)
         return run.results
 
-    def _complete(
+    def _submit(
         self, run: _Run, strategy: Owner, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
     ) -> None:
-        """Hands out the bodies and waits for their ends."""
-        submitted = 0
-        try:
-            for replica, body in enumerate(bodies):
-                context = ReplicaContext(strategy, replica, self._devices[replica], run.barrier, slots[replica])
-                self._threads.submit(replica, run.job(context, slots[replica], self._random[replica], body))
-                submitted = replica + 1
-            run.barrier.wait_until_settled()
-        except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
-            run.barrier.abort(interruption)
-            self._stop(run.barrier, submitted, interruption)
-            raise
-        if run.barrier.cause is not None:
-            self._stop(run.barrier, submitted, run.barrier.cause)
-            raise run.barrier.cause
+        """Hands out the bodies."""
+        for replica, body in enumerate(bodies):
+            context = ReplicaContext(strategy, replica, self._devices[replica], run.barrier, slots[replica])
+            job = partial(run.contexts[replica].run, run.job, context, slots[replica], self._random[replica], body)
+            self._threads.submit(replica, job)
+            run.submitted = replica + 1
 
     @property
     def thread_ids(self) -> tuple[int | None, ...]:
@@ -211,23 +206,21 @@ class ReplicaRunner:
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
         # One gate for all devices where the caller's modes or hooks run: they are one object for all replicas.
-        one = IssueGate(1)
-        gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+        one = IssueGate(1) if alone else None
+        gates: dict[str, IssueGate] = {}
+        for name, policy in self._policies.items():
+            gates[name] = one or IssueGate(policy.width(fn))
         slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
             slots.append(gate if gpu is None else GpuSlot(gate, gpu, length, alone=len(self._devices) == 1))
         return slots
 
-    @property
-    def _on_gpus(self) -> list[GpuReplica]:
-        return [gpu for gpu in self._gpu if gpu is not None]
-
-    def _stop(self, barrier: ReplicaBarrier, submitted: int, cause: BaseException) -> None:
-        self._stopped = barrier
+    def _stop(self, run: _Run, cause: BaseException) -> None:
+        self._stopped = barrier = run.barrier
         if self._failing is not None:
             self._failing(cause)
-        for replica in range(submitted, len(self._devices)):
+        for replica in range(run.submitted, len(self._devices)):
             barrier.leave(replica, ReplicaStopped())
         # First without an interrupt: a replica that reaches a collective or its end in time stops in an orderly way.
         if barrier.wait_until_left(STOP_GRACE_S):
@@ -242,60 +235,64 @@ class ReplicaRunner:
 
 
 class _Run:
-    """The state of one run: its barrier, its results, and the caller's state."""
+    """The state of one run: its barrier, its results, the caller's state, and how many replicas have their bodies."""
 
     def __init__(
-        self, names: Sequence[str], timeout_s: float, streams: RunStreams, caller: CallerState, note: ErrorNote
+        self, names: Sequence[str], timeout_s: float, streams: RunStreams | None, caller: CallerState, note: ErrorNote
     ) -> None:
-        self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
+        self.barrier = ReplicaBarrier(names, timeout_s, streams)
         self.results: list[Any] = [None] * len(names)
+        self.submitted = 0
         self._names, self._caller, self._note = names, caller, note
         # One for each replica: a Context that another thread has entered cannot be entered (RuntimeError).
-        self._contexts = [copy_context() for _ in names]
-        self._profiles = [Profile.of_caller() for _ in names]
+        self.contexts = [copy_context() for _ in names]
+        self._profiles = [Profile.of_caller() for _ in names] if is_profiled() else None
 
-    def job(
-        self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
-    ) -> Callable[[], None]:
-        """The job of a replica's thread. It never raises; ``leave`` takes the error."""
-        replica, caller = context.local_replica, self._caller
-        profile, device = self._profiles[replica], context.device.torch_device
-
-        def in_slot() -> Any:
-            slot.acquire()
+    def job(self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]) -> None:
+        """The job of a replica's thread, in a context of its own. It never raises; ``leave`` takes the error."""
+        replica = context.local_replica
+        try:
             try:
-                self.barrier.stop_if_ended()
-                with (
-                    caller.default_device(device),
-                    caller.applied(),
-                    nullcontext() if profile is None else profile.recorded(),
-                    random,
-                    in_context(context),
-                    caller.modes_applied(),
-                    slot.naming_device(),
-                ):
-                    result = body()
-                slot.check()
-                return result
-            finally:
-                slot.release()
-
-        def outcome() -> BaseException | None:
-            try:
-                self.results[replica] = self._contexts[replica].run(in_slot)
+                slot.acquire()
+                try:
+                    self.barrier.stop_if_ended()
+                    context.make_current()
+                    self._caller.set_switches()
+                    with self._surroundings(context, slot, random):
+                        self.results[replica] = body()
+                    if isinstance(slot, GpuSlot):
+                        slot.check()
+                finally:
+                    slot.release()
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
-                if not isinstance(raised, ReplicaStopped):
-                    note = self._note(self._names[replica], replica, raised)
-                    with suppress(Exception):  # its class may refuse
-                        if note:
-                            raised.add_note(note)
-                return raised
-            return None
+                self._add_note(replica, raised)
+                self.barrier.leave(replica, raised)
+            else:
+                self.barrier.leave(replica)
+        except ReplicaStopped as interrupt:  # it came when the body had just ended
+            self.barrier.leave(replica, interrupt)
 
-        def job() -> None:
-            try:
-                self.barrier.leave(replica, outcome())
-            except ReplicaStopped as interrupt:  # it came when the body had just ended
-                self.barrier.leave(replica, interrupt)
+    def _surroundings(
+        self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng
+    ) -> AbstractContextManager[object]:
+        """The block around a body: the replica's random numbers, and what few callers and all GPUs have beside them."""
+        caller, profiles = self._caller, self._profiles
+        if caller.is_ordinary and profiles is None and not isinstance(slot, GpuSlot):
+            return random
+        profile = None if profiles is None else profiles[context.local_replica]
+        with ExitStack() as stack:
+            stack.enter_context(caller.default_device(context.device.torch_device))
+            stack.enter_context(caller.applied())
+            stack.enter_context(nullcontext() if profile is None else profile.recorded())
+            stack.enter_context(random)
+            stack.enter_context(caller.modes_applied())
+            stack.enter_context(slot.naming_device() if isinstance(slot, GpuSlot) else nullcontext())
+            return stack.pop_all()
 
-        return job
+    def _add_note(self, replica: int, raised: BaseException) -> None:
+        if isinstance(raised, ReplicaStopped):
+            return
+        note = self._note(self._names[replica], replica, raised)
+        with suppress(Exception):  # its class may refuse
+            if note:
+                raised.add_note(note)

@@ -84,24 +84,24 @@ class ReplicaThreads:
             torch.set_num_threads(process_wide)
 
     @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
-
-    @property
     def ids(self) -> tuple[int | None, ...]:
         """The number that the system gave each thread, by which a profiler knows it."""
         return tuple(thread.native_id for thread in self._threads)
 
-    @property
-    def has_current(self) -> bool:
-        return threading.current_thread() in self._threads
-
-    def check_process(self) -> None:
-        """Raises a UsageError if another process made the threads: a fork copies none, and a job would wait forever."""
-        if os.getpid() != self._process:
+    def check_caller(self) -> None:
+        """Raises a UsageError where the calling thread would wait for its jobs forever."""
+        if os.getpid() != self._process:  # a fork copies no threads
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._process}, which made this strategy and has its "
                 "replica threads; make a strategy in this process, or start it with the method 'spawn'"
+            )
+        if not self._finalizer.alive:
+            raise UsageError("the strategy has been closed and its threads have ended; make a new one")
+        # It would wait for a thread that waits for it.
+        if threading.current_thread() in self._threads:
+            raise UsageError(
+                "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
+                "in the replicas, before or after the merge_call"
             )
 
     def submit(self, replica: int, job: Job) -> None:

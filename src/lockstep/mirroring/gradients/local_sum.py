@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
 from lockstep.collectives.communicator import Communicator, all_gather_object, evaluator_error
-from lockstep.collectives.sum_order import Node, add_nodes, one_each, tree_sum
+from lockstep.collectives.sum_order import Node, add_nodes, one_each
 from lockstep.errors import UsageError
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
@@ -85,30 +85,47 @@ class LocalExchange(GradientExchange):
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        group_sums = (add_nodes(one_each(group), len(self._groups), lambda one, _: one) for group in groups)
-        self._group_sums = sorted(node for nodes in group_sums for node in nodes)  # what the groups leave to be added
+        replicas = len(self._groups)
+        self._additions = {member: _additions(one_each(group), replicas) for member, group in self._groups.items()}
+        group_sums = (add_nodes(one_each(group), replicas, lambda one, _: one) for group in groups)
+        self._additions_between_groups = _additions(sorted(node for nodes in group_sums for node in nodes), replicas)
+        self._additions_of_totals = _additions(one_each(range(replicas)), replicas)
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
-        return tree_sum(totals, lambda one, other: (one[0] + other[0], one[1] + other[1]))
+        sums = list(totals)
+        for into, other in self._additions_of_totals:
+            sums[into] = (sums[into][0] + sums[other][0], sums[into][1] + sums[other][1])
+        return sums[0]
 
     def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
-        self._add_up(one_each(self._groups[context.local_replica]), [self._parameters[index] for index in indices])
+        parameters = [self._parameters[index] for index in indices]
+        self._add_up(self._additions[context.local_replica], parameters)
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: self._sum_between_groups())
 
     def _sum_between_groups(self) -> None:
-        self._add_up(self._group_sums, self._parameters)
+        self._add_up(self._additions_between_groups, self._parameters)
         spread(self._parameters, self._leaders)
 
-    def _add_up(self, parts: Iterable[tuple[Node, int]], parameters: Sequence[Copies]) -> None:
-        """Adds neighbours in the tree; the value of a node is the replica whose gradients are its sum."""
-
-        def add(into: int, other: int) -> int:
+    def _add_up(self, additions: Sequence[tuple[int, int]], parameters: Sequence[Copies]) -> None:
+        for into, other in additions:
             # A leader keeps its gradients: ``spread`` writes the sums into their memory.
             add_gradients(parameters, into, other, keep=other in self._leaders)
-            return into
 
-        add_nodes(parts, len(self._groups), add)
+
+def _additions(parts: Iterable[tuple[Node, int]], replicas: int) -> list[tuple[int, int]]:
+    """The order in which the tree adds: pairs of a replica that has the sum so far, and one that is added to it.
+
+    The value of a node is the replica whose gradients are its sum. Found once: the tree is the same in every step.
+    """
+    additions: list[tuple[int, int]] = []
+
+    def add(into: int, other: int) -> int:
+        additions.append((into, other))
+        return into
+
+    add_nodes(parts, replicas, add)
+    return additions
 
 
 class EvaluatorExchange(LocalExchange):
@@ -287,6 +304,16 @@ def _can_hold(target: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a gradient's memory can take another's values: not if it is sparse, or expanded."""
     dense = target.layout is torch.strided and gradient.layout is torch.strided
     return dense and target.dtype == gradient.dtype and target.nbytes <= target.untyped_storage().nbytes()
+
+
+def has_gradients(parameters: Iterable[Copies], replicas: slice = slice(None)) -> bool:
+    """Whether any of these local replicas has a gradient of any of the parameters."""
+    # Loops, since this is asked several times around every run: any() over a generator takes twice as long.
+    for copies in parameters:
+        for parameter in copies[replicas]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ import torch
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.local_sum import Copies
+from lockstep.mirroring.gradients.local_sum import Copies, has_gradients
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 Versions = list[tuple[int, int]]
@@ -109,7 +109,7 @@ class GradientState:
         unsynced, self._was_unsynced = self._was_unsynced, bool(self._unsynced)
         if unsynced or not self._may_sum_after_run() or all(self.has_sums):
             return False
-        return any(copy.grad is not None for copies in self._parameters for copy in copies[1:])
+        return has_gradients(self._parameters, slice(1, None))
 
     def _may_sum_after_run(self) -> bool:
         return self.sums_after_runs and self.home in (GradientHome.REPLICAS, GradientHome.PARTIAL_SUM)
@@ -118,7 +118,7 @@ class GradientState:
         """Versions that differ after a run that has changed gradients; None if there are no gradients."""
         # The last replica has no sums: without a gradient there nobody has had a pass. This is asked before every run.
         has_no_sum = self.home in (GradientHome.REPLICAS, GradientHome.LOST)
-        if has_no_sum and all(copies[-1].grad is None for copies in self._parameters):
+        if has_no_sum and not has_gradients(self._parameters, slice(-1, None)):
             return None
         gradients = [parameter.grad for copies in self._parameters for parameter in copies]
         return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
@@ -198,7 +198,7 @@ class GradientState:
         """Raises a UsageError if a local replica, or any but the first, has gradients beside the final sums."""
         replicas = slice(1, None) if replica is None else slice(max(replica, 1), replica + 1)
         with DisableTorchFunction():  # otherwise a read of ".grad" in a replica asks for the sums
-            added = any(copy.grad is not None for copies in self._parameters for copy in copies[replicas])
+            added = has_gradients(self._parameters, replicas)
         if added:
             raise UsageError(
                 "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "

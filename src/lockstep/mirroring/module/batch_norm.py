@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep._torch_compat import BatchNormBase, tree_leaves
+from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
@@ -204,12 +204,24 @@ def normalising_single_row(
     module: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]
 ) -> AbstractContextManager[object]:
     """A block to run ``module`` in. If all inputs have one row, its batch norms use their running statistics."""
-    # Told from all inputs: batch norms deep in the module see activations, whose dimension 0 need not be rows.
-    leaves = tree_leaves((tuple(args), kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-    single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
+    # Told from all inputs: batch norms deep in the module see activations, whose dimension 0 need not be rows. Most
+    # calls have a tensor of several rows as an argument, and end at the first of these two looks.
+    single = _have_single_row(args, if_none=True)
+    single = single and _have_single_row(tree_leaves((tuple(args), kwargs)), if_none=False)
     has_batch_norm = single and any(isinstance(part, BatchNormBase) for part in module.modules())
     return _NoStatisticsOfOneValue() if has_batch_norm else nullcontext()
+
+
+def _have_single_row(values: Iterable[Any], *, if_none: bool) -> bool:
+    """Whether all tensors among the values that have rows have one; ``if_none`` if there are none."""
+    have = if_none
+    with DisableTorchFunction():  # otherwise the replica's function mode is called for each size
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                if value.size(0) != 1:
+                    return False
+                have = True
+    return have
 
 
 class _NoStatisticsOfOneValue(TorchFunctionMode):

@@ -179,7 +179,9 @@ def _trains_buffers(module: nn.Module) -> bool | None:
             if floating and part.training:
                 return True
             trains = False if floating else trains
-        parts.extend(child for child in part._modules.values() if child is not None)
+        for child in part._modules.values():
+            if child is not None:
+                parts.append(child)
     return trains
 
 

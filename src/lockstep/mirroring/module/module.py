@@ -143,19 +143,20 @@ class MirroredModule(nn.Module):
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside replicas, the user's module."""
-        backend, copy, context = compiling_backend(), self._copy(), get_replica_context()
+        backend, context = compiling_backend(), own_context(self._owner, "module")
         if backend is not None:
             return self._forward_in_compile(backend, args, kwargs)
         if context is None:
-            self._prepare_outside(copy)
-            return copy(*args, **kwargs)
+            self._prepare_outside(self.module)
+            return self.module(*args, **kwargs)
+        copy = self._copies[context.local_replica]
         block, on_return = self._prepare(copy, context, args, kwargs)
         # Inside a function mode, such as that for one row, the compiled code is not used: its graph has no modes.
         if self._compiled_copies is not None and isinstance(block, nullcontext):
             return self._compiled_copies(context.local_replica, copy.training, args, kwargs)
         with block:
             outputs = copy(*args, **kwargs)
-        return _returned(on_return, outputs)
+        return _returned(on_return, outputs) if on_return else outputs
 
     @not_compiled
     def _forward_in_compile(self, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +183,7 @@ class MirroredModule(nn.Module):
         self, copy: nn.Module, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[AbstractContextManager[object], list[OnReturn | None]]:
         """Before a call in a replica: the block that it runs in, and what is called with its outputs."""
-        on_return = [callback(self, args, kwargs) for callback in self.on_call]
+        on_return = [callback(self, args, kwargs) for callback in self.on_call] if self.on_call else []
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
         block: AbstractContextManager[object] = nullcontext() if alone else normalising_single_row(copy, args, kwargs)

@@ -87,6 +87,8 @@ class StorageOptimizers:
     Attributes:
         others_are_whole: whether gradients that the mirrored optimizer does not hold are those of one device in this
             update: of the only replica, and not to be divided.
+        divisible: whether parameters can be updated in slices, as of the last ``align``: torch's elementwise
+            optimizers, with nothing around the step.
         rates: tensors that fused kernels read each group's learning rate from, while a CUDA graph is captured.
     """
 
@@ -115,13 +117,14 @@ class StorageOptimizers:
         self._ids = {id(copies[0]) for copies in parameters}
         self._leaders = tuple(leaders)
         self._sharded = None if sharing is None else ShardedOptimizer([copies[0] for copies in parameters], sharing)
+        around = around_step(optimizer)
+        self.divisible = self._is_divisible(around)
         self.reset()
-        self._warnings.look(around_step(optimizer))
+        self._warnings.look(around)
 
-    @property
-    def divisible(self) -> bool:
-        """Whether parameters can be updated in slices: torch's elementwise optimizers, with nothing around the step."""
-        return type(self.plain) in ELEMENTWISE and not around_step(self.plain)
+    def _is_divisible(self, around: Sequence[Any]) -> bool:
+        """Whether parameters can be updated in slices, given what is around the step."""
+        return type(self.plain) in ELEMENTWISE and not around
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -133,7 +136,7 @@ class StorageOptimizers:
         """Why updates are not made by fused kernels, which a device can tell to skip one; None if they are."""
         if not self._on_gpus:
             return "the weights are no plain floating-point tensors on GPUs"
-        if not self.divisible:
+        if not self._is_divisible(around_step(self.plain)):
             return f"{type(self.plain).__name__} has hooks on its step, another step, or is not torch's own"
         unseen, self._without_gradient = self._without_gradient, []
         for copies in unseen:  # whether a gradient is sparse is looked at once
@@ -188,7 +191,8 @@ class StorageOptimizers:
                 f"the optimizer's groups got {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}); "
                 "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
-        around = around_step(self.plain)
+        around = around_step(self.plain)  # looked at once an update: it is asked for by every replica, and at the end
+        self.divisible = self._is_divisible(around)
         if around or "zero_grad" in vars(self.plain):
             self._warnings.look(around)
         # The user may have loaded a state_dict into the plain optimizer.
@@ -289,16 +293,16 @@ class StorageOptimizers:
         The device skips the update if ``skip``, which only fused kernels read, is 1.0.
         """
         optimizer = self._by_leader[leader]
-        ids = {id(parameter) for parameter in parameters}
+        ids = set(map(id, parameters))
         # Has the same state. Not copy.copy, whose __setstate__ walks through the state of all parameters while other
         # threads still make theirs: NAdam then found one half made.
         part = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__[IN_LOCKSTEP] = True
-        part.param_groups = [
-            {**group, "params": self._stepped(parameter for parameter in group["params"] if id(parameter) in ids)}
-            for group in optimizer.param_groups
-        ]
+        part.param_groups = []
+        for group in optimizer.param_groups:
+            sliced = [parameter for parameter in group["params"] if id(parameter) in ids]
+            part.param_groups.append({**group, "params": sliced if self._sharded is None else self._stepped(sliced)})
         with self._pieces_ready(parameters):
             if self._fused:
                 part.param_groups = [{**group, "fused": True} for group in part.param_groups]

@@ -107,6 +107,17 @@ def slices_of(parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> 
     return {replica: part for group in groups for replica, part in zip(group, balance(sizes, len(group)), strict=True)}
 
 
+class _Slice:
+    """The parameters that one replica sums and updates, in the storage of ``leader``: by number, copies, and leader's.
+
+    Made once, and not in every update: the parameters of a mirrored optimizer stay the same.
+    """
+
+    def __init__(self, indices: Sequence[int], leader: int, copies: Sequence[Copies]) -> None:
+        self.indices, self.leader, self.copies = indices, leader, copies
+        self.parameters = [of_parameter[leader] for of_parameter in copies]
+
+
 def check_finite(total: float) -> None:
     """Raises NonFiniteLossError for a loss that is NaN or infinite."""
     if not math.isfinite(total):
@@ -186,7 +197,10 @@ class LockstepUpdate:
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
         self._logged_waiting = False
-        self._slices = slices_of(parameters, groups)
+        self._slices = {
+            replica: _Slice(indices, self._leader_of[replica], [parameters[index] for index in indices])
+            for replica, indices in slices_of(parameters, groups).items()
+        }
         self._moments: list[list[float]] = [[] for _ in self._leader_of]  # of the last update, by replica
 
     @property
@@ -218,26 +232,24 @@ class LockstepUpdate:
 
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
         """Before ``apply``: clips the sums in replica 0's copies; returns their norm before. All must call it."""
-        first = self._leaders[0]
-        indices = self._slices[context.local_replica] if self._leader_of[context.local_replica] == first else ()
+        part = self._slices[context.local_replica]
         with DisableTorchFunction():
-            norm: Tensor = context.meet("gradient norm", self._norms(indices, first), self._global_norm)
-            if math.isfinite(clip_norm):
-                scale_to_norm(self._gradients(indices, first), norm, clip_norm)
+            norm: Tensor = context.meet("gradient norm", self._norms(part.indices, part.leader), self._global_norm)
+            if math.isfinite(clip_norm) and part.leader == self._leaders[0]:
+                scale_to_norm(gradients_of(part.copies, part.leader), norm, clip_norm)
         return norm
 
     def apply(self, context: ReplicaContext) -> None:
         """Updates every storage by the gradients in replica 0's copies. All must call it."""
         replica, first = context.local_replica, self._leaders[0]
-        leader = self._leader_of[replica]
+        part = self._slices[replica]
         with DisableTorchFunction():
             for watcher in context.watchers:
                 watcher.sums_applied(replica, [copies[first] for copies in self._parameters if replica == first])
             self.optimizers.others_are_whole = context.num_replicas_in_sync == 1
             context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
-                parameters = [self._parameters[index][leader] for index in self._slices[replica]]
-                self.optimizers.step_slice(leader, parameters)
+                self.optimizers.step_slice(part.leader, part.parameters)
             context.meet("end of the optimizer update", None, self._close)
             for watcher in context.watchers:
                 watcher.update_ended(replica, [copies[replica] for copies in self._parameters])
@@ -250,33 +262,32 @@ class LockstepUpdate:
         self, context: ReplicaContext, totals: Totals, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> StepResult:
         replica = context.local_replica
-        leader, indices = self._leader_of[replica], self._slices[replica]
+        part = self._slices[replica]
         moments = self._moments[replica] = [time.perf_counter()]
         result: StepResult = context.meet("optimizer update", totals, self._open)
         moments.append(time.perf_counter())
         if result.skipped is True:
             return result
         self.optimizers.others_are_whole = context.num_replicas_in_sync == 1 and _is_one(result.count)
-        self._exchange.run(context, indices)
+        self._exchange.run(context, part.indices)
         moments.append(time.perf_counter())
         if scaler is not None:
             finish = partial(self._finish_scaled, result, clip_norm, scaler)
             result = context.meet("scaled optimizer update", None, finish)
             moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
             return result
-        gradients = self._gradients(indices, leader)
+        gradients = gradients_of(part.copies, part.leader)
         divide(gradients, _divisor(result.count))
         if self._hooks is not None and self._hooks.any:
             context.meet("hooks on parameters", self._hooks, lambda hooks: hooks[0].call(self._leaders))
-            gradients = self._gradients(indices, leader)
+            gradients = gradients_of(part.copies, part.leader)
         norm = None
         if clip_norm is not None:
-            norm = context.meet("gradient norm", self._norms(indices, leader), self._global_norm)
+            norm = context.meet("gradient norm", self._norms(part.indices, part.leader), self._global_norm)
             if math.isfinite(clip_norm):
                 scale_to_norm(gradients, norm, clip_norm)
         if self.optimizers.divisible:
-            parameters = [self._parameters[index][leader] for index in indices]
-            self.optimizers.step_slice(leader, parameters, on_device(result.skipped))
+            self.optimizers.step_slice(part.leader, part.parameters, on_device(result.skipped))
             moments.append(time.perf_counter())
         context.meet("end of the optimizer update", None, self._close)
         moments += [time.perf_counter()] * (_NUM_MOMENTS - len(moments))
@@ -321,9 +332,6 @@ class LockstepUpdate:
         for copies in self._parameters:
             for leader in self._leaders[1:] if self._exchange.keeps_sums else self._leaders:
                 copies[leader].grad = None
-
-    def _gradients(self, indices: Sequence[int], leader: int) -> list[Tensor]:
-        return gradients_of([self._parameters[index] for index in indices], leader)
 
     def _norms(self, indices: Sequence[int], leader: int) -> dict[int, Tensor]:
         """The norm of each gradient by parameter number; of replica 0's group alone."""

@@ -37,7 +37,7 @@ class GpuReplica:
 
 
 class GpuSlot:
-    """The issue slot of one replica on its GPU, whose gate has width 1; see ``IssueGate`` for its methods.
+    """The issue slot of one replica on its GPU, whose gate has width 1: a gate, and what CPUs do not need.
 
     ``rows`` is the length of the replica's shard, for messages. A replica ``alone`` in its process needs no events.
     """
@@ -68,9 +68,11 @@ class GpuSlot:
             resources.close()
 
     def check(self) -> None:
+        """Checks what the replica has done before others use its results."""
         self._replica.account.check(self._rows)
 
     def record_event(self) -> StreamEvent | None:
+        """An event behind what the replica has queued; None if nobody waits for it."""
         # Alone there is no other stream that would have to wait.
         if self._alone:
             return None
@@ -79,6 +81,7 @@ class GpuSlot:
 
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
+        """A block of work for all replicas, which draws no random numbers of this one's device."""
         replica, gpu = self._replica, self._replica.device.torch_device
         replica.driver.restore_generator(gpu, replica.generator, self._default_state)
         try:
@@ -89,6 +92,7 @@ class GpuSlot:
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
+        """A block in which an out-of-memory error names the logical device."""
         try:
             yield
         except DeviceMemoryError:

@@ -29,6 +29,8 @@ from lockstep._torch_compat import (
     innermost_function_mode,
     num_dispatch_modes,
     num_function_modes,
+    pop_function_mode,
+    push_function_mode,
     sample_dirichlet,
     standard_gamma,
     without_innermost_function_mode,
@@ -145,7 +147,8 @@ class ReplicaRng(TorchFunctionMode):
 
     Args:
         generator: a CPU generator that no other thread draws from.
-        applies: called before each draw; if it returns False, torch's default generator is used. None is always True.
+        applies: called before each draw; if its result is not true, torch's default generator is used. None: it always
+            is.
         instead: replacements of other torch functions, here because every mode costs time at every call. Watchers see
             the calls here for the same reason: the ``guard`` in all runs, others in the block of ``looked_at_by``.
     """
@@ -153,7 +156,7 @@ class ReplicaRng(TorchFunctionMode):
     def __init__(
         self,
         generator: torch.Generator,
-        applies: Callable[[], bool] | None = None,
+        applies: Callable[[], object] | None = None,
         instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         super().__init__()
@@ -270,8 +273,11 @@ class ReplicaRng(TorchFunctionMode):
         if func in REWRITTEN:
             return REWRITTEN[func](self.generator, *args, **kwargs)
         if func in _COMPOSITE:
-            with self:
+            push_function_mode(self)  # as entering does, which also sets the context's generator, and that is set
+            try:
                 return _body(func)(*args, **kwargs)
+            finally:
+                pop_function_mode()
         if func in _RECURRENT and not _drops_between_layers(*args):
             return func(*args, **kwargs)
         with default_generator_as(self.generator):
