@@ -19,8 +19,8 @@ class MlmConfig:
     """Everything that a run of the recipe depends on, except the devices.
 
     Args:
-        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens, or with .raw instead of .tokens;
-            lines of at most 100 bytes are left out. Default: Python's documentation.
+        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens, or with .raw instead of .tokens, or
+            with *.txt files, which are split; lines of at most 100 bytes are left out. Default: Python's documentation.
         pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
         layers: number of encoder layers.
         hidden: hidden size.

@@ -41,7 +41,7 @@ from lockstep_tools.recipes.mlm.model import (
     masked_token_loss,
     new_bert,
 )
-from lockstep_tools.recipes.text.corpus import TextSplits, python_text, read_on_chief, read_wikitext
+from lockstep_tools.recipes.text.corpus import TextSplits, python_text, read_folder, read_on_chief
 from lockstep_tools.recipes.text.tokenizer import TokenRows, encode, new_tokenizer
 
 _MAY_CHANGE = ("data", "pretrained", "patience", "patience_updates", "gradient_checkpointing")
@@ -96,7 +96,7 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
 
 def read_text(config: MlmConfig) -> TextSplits:
     """Reads the text of the config, or the embedded text."""
-    return python_text() if config.data is None else read_wikitext(config.data.expanduser())
+    return python_text() if config.data is None else read_folder(config.data.expanduser())
 
 
 def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Any]:

@@ -1,4 +1,4 @@
-"""Text for language models: a folder in the layout of WikiText, or the English prose of the installed Python itself.
+"""Text for language models: a folder of text, as WikiText is laid out or not, or the prose of the installed Python.
 
 In a job of several workers only the chief reads the text, and all workers get the same. Eight workers that parse
 Python's library at once keep two cores busy for ten seconds, one worker for two; and a folder of text then need not be
@@ -20,6 +20,9 @@ from pathlib import Path
 
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import DataError
+
+Line = tuple[str, bool]
+"""A line, and whether it has more than ``MINIMUM_LENGTH`` bytes."""
 
 _SPLITS = ("train", "valid", "test")
 _SUFFIXES = ("tokens", "raw")
@@ -63,24 +66,49 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
     return TextSplits(train=train, valid=tuple(lines[18::20]), test=tuple(lines[19::20]), source=source)
 
 
-def read_wikitext(folder: Path) -> TextSplits:
-    """Reads the three splits of a folder in the layout of WikiText, whose lines are those of tf.data.
+def read_folder(folder: Path) -> TextSplits:
+    """Reads a folder of text, whose lines are those of tf.data.
 
-    Each split has a file, such as ``wiki.train.tokens`` or ``wiki.train.raw``. Lines of at most ``MINIMUM_LENGTH``
-    bytes are left out; spaces around a line count and stay.
+    In the layout of WikiText each split has a file, such as ``wiki.train.tokens`` or ``wiki.train.raw``. Other folders
+    have ``*.txt`` files, which are read in the order of their names and split by position (``split_by_position``).
+    Lines of at most ``MINIMUM_LENGTH`` bytes are left out; spaces around a line count and stay.
 
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
-    splits = (_read_split(_split_file(folder, split)) for split in _SPLITS)
+    named: Iterable[tuple[list[Line], str]]
+    if files := _plain_files(folder):
+        parts = _split_lines(line for file in files for line in _read_lines(file))
+        names = [f"the {split} part of the text folder {str(folder)!r}" for split in _SPLITS]
+        named = zip(parts, names, strict=True)
+    else:
+        paths = (_split_file(folder, split) for split in _SPLITS)
+        named = ((_read_lines(path), f"the text file {str(path)!r}") for path in paths)
+    splits = [_long_lines(lines, name) for lines, name in named]
     (train, short_train), (valid, short_valid), (test, short_test) = splits
     return TextSplits(train, valid, test, source=str(folder), dropped=(short_train, short_valid, short_test))
 
 
+def _split_lines(lines: Iterable[Line]) -> list[list[Line]]:
+    """Splits the long lines by position, as ``split_by_position`` does; short ones count to the long one after them."""
+    parts: list[list[Line]] = [[], [], []]
+    position = 0
+    for line in lines:
+        parts[max(0, position % 20 - 17)].append(line)
+        position += line[1]
+    return parts
+
+
 def check_data(folder: Path) -> None:
-    """Raises DataError if the file of a split is missing or duplicated."""
-    for split in _SPLITS:
+    """Raises DataError if the file of a split is missing or duplicated, and there is no ``*.txt`` file instead."""
+    for split in () if _plain_files(folder) else _SPLITS:
         _split_file(folder, split)
+
+
+def _plain_files(folder: Path) -> list[Path]:
+    """The ``*.txt`` files of a folder that is not in the layout of WikiText, by name."""
+    files = (file for split in _SPLITS for suffix in _SUFFIXES for file in folder.glob(f"*.{split}.{suffix}"))
+    return [] if any(files) else sorted(file for file in folder.glob("*.txt") if file.is_file())
 
 
 def _split_file(folder: Path, split: str) -> Path:
@@ -93,32 +121,36 @@ def _split_file(folder: Path, split: str) -> Path:
         names = " or ".join(f"*.{split}.{suffix}" for suffix in _SUFFIXES)
         present = " and ".join(file.name for file in files) or "no file"
         raise DataError(
-            f"the text folder {str(folder)!r} has {present} for {names}, expected one each of train, valid and test;"
-            f" {advice}"
+            f"the text folder {str(folder)!r} has {present} for {names}, expected one each of train, valid and test,"
+            f" or *.txt files, which are split here; {advice}"
         )
     return files[0]
 
 
-def _read_split(file: Path) -> tuple[tuple[str, ...], int]:
-    """The long lines, and the number of the others."""
-    lines: list[str] = []
+def _read_lines(file: Path) -> list[Line]:
+    lines: list[Line] = []
     number = 0
     try:
         with file.open("rb") as content:
             # Read as bytes and decoded line by line, so that an error can name its line.
             for number, line in enumerate(lines_as_tf_data(content), start=1):
                 text = line.removeprefix(BOM_UTF8 if number == 1 else b"").decode()
-                if len(line) > MINIMUM_LENGTH:
-                    lines.append(text)
+                lines.append((text, len(line) > MINIMUM_LENGTH))
     except (OSError, UnicodeError) as error:
         line_number = f" in line {number}" if isinstance(error, UnicodeError) else ""
         raise DataError(f"the text file {str(file)!r} cannot be read as UTF-8{line_number}: {error}") from error
-    if not lines:
+    return lines
+
+
+def _long_lines(lines: Sequence[Line], name: str) -> tuple[tuple[str, ...], int]:
+    """The long lines, and the number of the others."""
+    texts = tuple(text for text, is_long in lines if is_long)
+    if not texts:
         raise DataError(
-            f"the text file {str(file)!r} has {number:,} lines, none of more than {MINIMUM_LENGTH} bytes; join the"
-            " lines of each paragraph"
+            f"{name} has {len(lines):,} lines, none of more than {MINIMUM_LENGTH} bytes; join the lines of each"
+            " paragraph"
         )
-    return tuple(lines), number - len(lines)
+    return texts, len(lines) - len(texts)
 
 
 def lines_as_tf_data(file: Iterable[bytes]) -> Iterator[bytes]:
