@@ -130,7 +130,7 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        workers: the same workers.
+        workers: the same workers; also an attribute.
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
@@ -146,7 +146,7 @@ class Pipeline:
         workers: Communicator,
         device: torch.device,
     ) -> None:
-        self._stages, self._group, self._workers = tuple(stages), group, workers
+        self._stages, self._group, self.workers = tuple(stages), group, workers
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
@@ -184,21 +184,21 @@ class Pipeline:
         # handed over here.
         self.after_backward()
         if watch is not None:
-            self._warned_of_state = warn_of_changed(watch, self._workers, parts)
+            self._warned_of_state = warn_of_changed(watch, self.workers, parts)
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward of a shard. All workers must call it."""
         self._pass(x, rows, examine, backward=False)
 
-    def trace(self, group: Communicator) -> PipelineTrace:
-        """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
+    def trace(self) -> PipelineTrace:
+        """The actions of all workers in the last pass, each on its own clock. All ``workers`` must call it."""
         local_slots = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
         workers = [
             tuple(
                 Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
                 for kind, stage, microbatch, begin, end in slots
             )
-            for slots in all_gather_object(group, "the pipeline trace", local_slots)
+            for slots in all_gather_object(self.workers, "the pipeline trace", local_slots)
         ]
         return PipelineTrace(workers=tuple(workers))
 
@@ -252,7 +252,7 @@ class Pipeline:
             # A worker that fails sends its error in place of an example, so that all workers raise it and none waits
             # for a tensor.
             attempt = self._try_stage(stages[0], values, microbatch.inputs) if stages else ((), "")
-            gathered = all_gather_object(self._workers, f"what stage {number} gives the next", attempt)
+            gathered = all_gather_object(self.workers, f"what stage {number} gives the next", attempt)
             output, fault = gathered[self._pipelining.worker_of(number)]
             if fault:
                 raise ConfigError(fault)

@@ -1,10 +1,11 @@
-"""The stages of a pipeline: a model cut down to those of one worker, and torch's stage, which records its actions."""
+"""The stages of a pipeline: where a model is cut, a worker's stages, and torch's stage, which records its actions."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -87,6 +88,18 @@ class _FirstLayer(nn.Module):
         return self._active.received
 
 
+class StageCut(ABC):
+    """Where a model is cut, which is still whole."""
+
+    @abstractmethod
+    def held_by(self, stage: int) -> Sequence[str]:
+        """The names of the modules, and of weights and buffers outside of these, that a stage has."""
+
+    @abstractmethod
+    def cut(self, numbers: Sequence[int]) -> tuple[Stage, ...]:
+        """Takes from the model, in place, all that none of these stages has; returns them."""
+
+
 class Stage(nn.Module, ABC):
     """One stage of a model, as a pipeline calls it.
 
@@ -144,7 +157,7 @@ def weights_in(members: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 class ModelStage(Stage):
-    """A stage of one of transformers' models. Made by ``cut_to_stages``.
+    """A stage of one of transformers' models. Made by ``LayerCut``.
 
     Args:
         base: the model's body, which is the model itself where it has no head.
@@ -226,62 +239,68 @@ def check_pipeline_split(split: object) -> None:
         )
 
 
-def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
-    """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
-    spec = require_layers(module, 'pipeline_split="auto"')
-    layers = list(module.get_submodule(base_name(module)).get_submodule(spec.layers).children())
-    heads = [part for name, part in module.named_modules() if name in spec.heads]
-    check_layers(pipelining, len(layers))
-    if not isinstance(split, str):
-        return check_split([int(count) for count in split], pipelining.stages, len(layers))
-    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
+class LayerCut(StageCut):
+    """Cuts one of transformers' models between its layers, so that stages have about equal weights, or by numbers.
 
-
-def cut_to_stages(
-    module: nn.Module, counts: Sequence[int], pipelining: PipelineConfig, worker: int
-) -> tuple[ModelStage, ...]:
-    """Cuts one of transformers' models down to the stages of one worker, in place, in the order of their numbers.
-
-    ``counts`` are the numbers of layers of all stages.
+    Raises a ConfigError if it cannot be cut.
     """
-    spec = require_layers(module, 'pipeline_split="auto"')
-    base = module.get_submodule(base_name(module))
-    layers = base.get_submodule(spec.layers)
-    ends = list(accumulate(counts))
-    parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
-    active = ActiveStage()
 
-    def keep(owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
-        """Keeps a part for ``stage`` if that is this worker's, with ``otherwise`` in its place elsewhere."""
-        part = dict(owner.named_children()).get(name)
-        if part is None:
-            return
-        if stage not in parts:
-            setattr(owner, name, otherwise)
-            return
-        parts[stage].append(part)
-        # A worker with one stage calls each part for that stage only.
-        if len(parts) > 1:
-            active.restrict(part, stage, otherwise)
+    def __init__(self, module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> None:
+        self._module, self._stages = module, pipelining.stages
+        spec = require_layers(module, 'pipeline_split="auto"')
+        base = base_name(module)
+        body, prefix = module.get_submodule(base), f"{base}." if base else ""
+        layers = dict(body.get_submodule(spec.layers).named_children())
+        heads = [part for name, part in module.named_modules() if name in spec.heads]
+        check_layers(pipelining, len(layers))
+        counts = (
+            split_layers(list(map(_cost, layers.values())), pipelining.stages, after=sum(map(_cost, heads)))
+            if isinstance(split, str)
+            else check_split([int(count) for count in split], pipelining.stages, len(layers))
+        )
+        ends, last = list(accumulate(counts)), pipelining.stages - 1
+        self._prefix, self._layers = prefix, tuple(f"{prefix}{spec.layers}.{name}" for name in layers)
+        self._kinds = {f"{prefix}{name}": kind for name, kind in spec.first_stage.items()}
+        after_body = [name for name, child in module.named_children() if base and child is not body]
+        places = {name: bisect_right(ends, number) for number, name in enumerate(self._layers)}
+        places |= dict.fromkeys(self._kinds, 0)
+        places |= dict.fromkeys([*(f"{prefix}{name}" for name in spec.last_stage), *after_body], last)
+        names = {name for name, _ in module.named_modules(remove_duplicate=False)}
+        self._places = {name: stage for name, stage in places.items() if name in names}  # in the order of computation
 
-    for number, (name, layer) in enumerate(list(layers.named_children())):
-        otherwise = StandIn() if number else _FirstLayer(active)
-        # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
-        # (tests/parallel/test_pipeline_stage.py).
-        layer.register_forward_hook(_check_layer_output)
-        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
-    last = pipelining.stages - 1
-    for name, kind in spec.first_stage.items():
-        keep(base, name, 0, StandIn(kind, next(module.parameters()).dtype))
-    for name in spec.last_stage:
-        keep(base, name, last, StandIn())
-    if base is not module:
-        for name in [name for name, child in module.named_children() if child is not base]:
-            keep(module, name, last, nn.Identity())
-    return tuple(
-        ModelStage(module, base, stage_parts, number=number, stages=pipelining.stages, active=active)
-        for number, stage_parts in parts.items()
-    )
+    def held_by(self, stage: int) -> list[str]:
+        return [name for name, place in self._places.items() if place == stage]
+
+    def cut(self, numbers: Sequence[int]) -> tuple[Stage, ...]:
+        module, active = self._module, ActiveStage()
+        parts: dict[int, list[nn.Module]] = {number: [] for number in numbers}
+        dtype = next(module.parameters()).dtype
+        for name in self._layers:
+            # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
+            # (tests/parallel/test_pipeline_stage.py).
+            module.get_submodule(name).register_forward_hook(_check_layer_output)
+        for name, stage in self._places.items():
+            otherwise = self._stand_in(name, active, dtype)
+            if stage not in parts:
+                module.set_submodule(name, otherwise)
+                continue
+            parts[stage].append(part := module.get_submodule(name))
+            # A worker with one stage calls each part for that stage only.
+            if len(parts) > 1:
+                active.restrict(part, stage, otherwise)
+        base = module.get_submodule(self._prefix.removesuffix("."))
+        return tuple(
+            ModelStage(module, base, stage_parts, number=number, stages=self._stages, active=active)
+            for number, stage_parts in parts.items()
+        )
+
+    def _stand_in(self, name: str, active: ActiveStage, dtype: torch.dtype) -> nn.Module:
+        """What stands in for a module on workers that do not have it, or while another stage computes."""
+        if name == self._layers[0]:
+            return _FirstLayer(active)
+        if name in self._kinds:
+            return StandIn(self._kinds[name], dtype)
+        return StandIn() if name.startswith(self._prefix) else nn.Identity()
 
 
 def _check_layer_output(layer: nn.Module, _: Any, output: Any) -> None:

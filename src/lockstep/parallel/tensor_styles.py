@@ -1,7 +1,7 @@
 """How one module is divided among tensor ranks: styles for torch's ``parallelize_module`` beside those of torch itself.
 
     WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
-    SequenceSharding                                                                  the layers of a model
+    divide_sequences                                                                  the layers of a model
 
 ``tensor_plan`` chooses the style of each module. Sequences are divided as in Korthikanti et al. 2022:
 norms, dropout and residuals between divided layers work on a rank's own tokens. Sequences are whole before the first
@@ -10,9 +10,8 @@ layer of a stage and after its last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,55 +26,47 @@ from lockstep.parallel.forward_inputs import ForwardArguments
 TOKENS = 1  # the dim of the sequence in hidden states
 
 
-class SequenceSharding:
+def divide_sequences(mesh: DeviceMesh, model: nn.Module, stages: Iterable[Sequence[str]]) -> None:
     """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
 
-    It takes all ``layers`` of the model, before any is cut off.
+    ``stages`` are the names of the layers of this worker's stages. Called before the model is cut into stages, whose
+    forwards go around those of the layers.
     """
+    model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    for layers in stages:
+        for name in dict.fromkeys([layers[0], layers[-1]] if layers else []):
+            _wrap(model.get_submodule(name), mesh, is_first=name == layers[0], is_last=name == layers[-1])
 
-    def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        self._mesh = mesh
-        # Weak, so that the layers that are cut off to other stages are freed.
-        self._layers = WeakSet(layers)
-        self._first: set[int] = set()
-        self._last: set[int] = set()
-        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
-        for layer in self._layers:
-            self._wrap(layer)
 
-    def set_stages(self, stages: Iterable[Iterable[nn.Module]]) -> None:
-        """Sets this worker's stages, each as modules of the model, its layers among them in order."""
-        runs = [run for parts in stages if (run := [part for part in parts if part in self._layers])]
-        self._first, self._last = {id(run[0]) for run in runs}, {id(run[-1]) for run in runs}
+def _wrap(layer: nn.Module, mesh: DeviceMesh, *, is_first: bool, is_last: bool) -> None:
+    forward: Callable[..., Any] = layer.forward
 
-    def _wrap(self, layer: nn.Module) -> None:
-        forward: Callable[..., Any] = layer.forward
+    def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(_part_of(hidden_states, mesh) if is_first else hidden_states, *args, **kwargs)
+        return _gathered(output, mesh) if is_last else output
 
-        def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if id(layer) in self._first:
-                hidden_states = self._divide(hidden_states)
-            output = forward(hidden_states, *args, **kwargs)
-            return self._gather(output) if id(layer) in self._last else output
+    layer.forward = wrapped
 
-        layer.forward = wrapped
 
-    def _divide(self, hidden: Tensor) -> Tensor:
-        ranks, tokens = self._mesh.size(), hidden.shape[TOKENS]
-        if tokens % ranks:
-            raise DataError(
-                f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
-                f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
-            )
-        return self._redistributed(hidden, Replicate(), Shard(TOKENS))
+def _part_of(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    ranks, tokens = mesh.size(), hidden.shape[TOKENS]
+    if tokens % ranks:
+        raise DataError(
+            f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
+            f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
+        )
+    return _redistributed(hidden, mesh, Replicate(), Shard(TOKENS))
 
-    def _gather(self, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._gather(output[0]), *output[1:])
-        return self._redistributed(output, Shard(TOKENS), Replicate())
 
-    def _redistributed(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
-        placed = DTensor.from_local(hidden, self._mesh, [before], run_check=False)
-        return placed.redistribute(placements=[after]).to_local()
+def _gathered(output: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(output, tuple):
+        return (_gathered(output[0], mesh), *output[1:])
+    return _redistributed(output, mesh, Shard(TOKENS), Replicate())
+
+
+def _redistributed(value: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
+    placed = DTensor.from_local(value, mesh, [before], run_check=False)
+    return placed.redistribute(placements=[after]).to_local()
 
 
 def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -157,9 +148,7 @@ class HookedOutput(tp.ParallelStyle):
 
 def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of all ranks' terms. All must call it."""
-    return (
-        DTensor.from_local(term, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+    return _redistributed(term, mesh, Partial(), Replicate())
 
 
 def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
