@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lockstep._torch_compat import next_sequence_number, tree_flatten, tree_leaves, tree_map
+from lockstep._torch_compat import (
+    DisableTorchFunction,
+    EnableTorchFunction,
+    next_sequence_number,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+)
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
@@ -101,15 +108,11 @@ def without_its_log() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A part of a shard: the model's inputs by name, for the rows from ``begin`` to ``end``."""
+    """A part of a shard: the model's inputs by name, for ``rows`` rows from the row ``begin`` on."""
 
     inputs: dict[str, Any]
     begin: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.begin
+    rows: int
 
 
 @dataclass
@@ -133,6 +136,7 @@ class Pipeline:
         workers: the same workers; also an attribute.
 
     Attributes:
+        is_last: whether this worker has the model's outputs.
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
         weights: the ids of the parameters of this worker's stages.
     """
@@ -147,6 +151,7 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self._stages, self._group, self.workers = tuple(stages), group, workers
+        self.is_last = any(stage.last for stage in self._stages)
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
@@ -158,11 +163,6 @@ class Pipeline:
         self._schedules: RecentValues[Schedule] = RecentValues(_MOST_SCHEDULES)
         self._now: _Pass | None = None
         self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this worker has the model's outputs."""
-        return any(stage.last for stage in self._stages)
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward and backward of a shard. All workers must call it, with the same shard.
@@ -212,7 +212,9 @@ class Pipeline:
         self._slots.clear()
         run = schedule.step if backward else schedule.eval
         try:
-            with without_its_log():
+            # torch's schedules and our bookkeeping draw no random numbers and touch no object of the user's, and the
+            # replica's function mode is Python at each call: it is on where the user's code runs.
+            with without_its_log(), DisableTorchFunction():
                 run(
                     # torch hands the loss function the targets of a microbatch. Here these are its number alone: the
                     # loss looks up outputs and rows, which may be any structure.
@@ -317,7 +319,8 @@ class Pipeline:
         if not microbatch.rows:
             return self._nothing(stage, received)
         arguments = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
-        outputs = stage(*arguments, inputs=microbatch.inputs)
+        with EnableTorchFunction():
+            outputs = stage(*arguments, inputs=microbatch.inputs)
         if not stage.last:
             padded = values[self._now.most][stage.number].tensors
             return values[microbatch.rows][stage.number].give(outputs, padded)
@@ -350,7 +353,8 @@ class Pipeline:
         if not microbatch.rows:
             return torch.stack(list(leaves)).sum()
         outputs, begin = self._now.outputs.pop(number), next_sequence_number()
-        loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
+        with EnableTorchFunction():
+            loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.begin + microbatch.rows))
         # The walk through the graph of a loss takes time, so it is made in passes 1, 2, 4, 8, ...
         if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
             raise UsageError(
@@ -392,7 +396,7 @@ def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatc
         end = begin + rows // number + (index < rows % number)
         # Bound as defaults: a closure in a loop would see the last microbatch's bounds.
         part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
-        microbatches.append(Microbatch(dict(part), begin, end))
+        microbatches.append(Microbatch(dict(part), begin, end - begin))
         begin = end
     return microbatches
 

@@ -30,7 +30,6 @@ from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, PLAIN, AttributeRea
 
 _INPUTS = "inputs"
 _RANDOM = ("bernoulli", "multinomial")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModuleGraph(StageCut):
@@ -48,6 +47,7 @@ class ModuleGraph(StageCut):
     def __init__(self, module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> None:
         self._module, self._starts = module, tuple(starts := stage_starts(module, split, pipelining))
         self._containers = {parent for name in starts for parent in _parents(name)}
+        self._named_containers = [(name, module.get_submodule(name)) for name in sorted(self._containers)]
         self._outline = outline(module)
         self._arguments = ForwardArguments(module.forward)
         self._graphs: dict[Any, fx.Graph] = {}
@@ -83,29 +83,27 @@ class ModuleGraph(StageCut):
         """A key for what a trace depends on: the names of the inputs, and the plain attributes of the containers."""
         # Python branches on such values as training=True leave no node in a graph, so a graph holds for one set of
         # them.
-        settings = []
-        for name in sorted(self._containers):
-            attributes = vars(self._module.get_submodule(name))
-            settings.append(
-                (name, *((attribute, value) for attribute, value in attributes.items() if type(value) in PLAIN))
-            )
-        return (tuple(sorted(names)), *settings)
+        settings: list[Any] = [tuple(sorted(names))]
+        for name, container in self._named_containers:
+            settings.append(name)
+            for attribute, value in vars(container).items():
+                if type(value) in PLAIN:
+                    settings += attribute, value
+        return tuple(settings)
 
-    def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
+    def part(self, stage: int, names: Iterable[str], key: Any) -> fx.GraphModule:
         """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
-        names = frozenset(names)
         # Again in each step, since a hook may be registered between two of them.
         self._check_hooks()
-        key = (self.key(names), stage)
-        if key not in self._stages:
-            graph = self._graph(names)
+        if (key, stage) not in self._stages:
+            graph = self._graph(frozenset(names))
             self._check_holders(graph)
-            self._stages[key] = self._build(graph, stage)
-        return self._stages[key]
+            self._stages[key, stage] = self._build(graph, stage)
+        return self._stages[key, stage]
 
-    def check_attributes(self, stage: int, names: Iterable[str]) -> None:
+    def check_attributes(self, stage: int, key: Any) -> None:
         """Raises a UsageError if an attribute that the graph has the value of is another since the stage has run."""
-        for read in self._read[self.key(names)]:
+        for read in self._read[key]:
             is_local = read.module in self._containers or stage in self._holders.get(self._leaf_of(read.module), ())
             if is_local and not read.is_still(self._module.get_submodule(read.module)):
                 raise UsageError(
@@ -115,9 +113,15 @@ class ModuleGraph(StageCut):
                 )
 
     def _check_hooks(self) -> None:
-        for name in self._containers:
-            attributes = vars(self._module.get_submodule(name))
-            if any(attributes[kind] for kind in _HOOKS):
+        for name, container in self._named_containers:
+            attributes = vars(container)
+            # Written out, as is ``key``: both are called for each microbatch.
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ):
                 raise ConfigError(
                     f"{name or type(self._module).__name__} has hooks, and is itself never called where a pipeline "
                     "cuts inside it; register them on modules that are whole in one stage"
@@ -280,8 +284,9 @@ class GraphStage(Stage):
         return self._graph.key(inputs)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
-        values = self._graph.part(self.number, inputs)(inputs, *values)
-        self._graph.check_attributes(self.number, inputs)
+        key = self._graph.key(inputs)
+        values = self._graph.part(self.number, inputs, key)(inputs, *values)
+        self._graph.check_attributes(self.number, key)
         return values
 
     def _holdings(self) -> list[Any]:

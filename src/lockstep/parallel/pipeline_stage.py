@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from lockstep._torch_compat import EnableTorchFunction
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
@@ -376,6 +377,10 @@ class TracedStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, args, self._microbatch)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with EnableTorchFunction():  # a backward pass may run a forward once more, and calls the user's hooks
+            return super().backward_maybe_with_nosync(*args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         # torch looks up a receiver for each tensor that a stage returns, and the outputs of the last one have none.

@@ -61,14 +61,19 @@ class ShardedModule(nn.Module):
         self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
         self.holders = (*inside.parameters(), *self._plain.values())
         if pipeline is not None:  # autograd calls no hooks for gradients that a schedule computes by itself
-            plain = self._plain
+            hooks = [
+                (parameter, _HandOver(self._plain[id(parameter)], receive, divided=_is_divided(parameter)))
+                for parameter in inside.parameters()
+            ]
 
             def hand_over() -> None:
-                for parameter in inside.parameters():
-                    _hand_over(plain[id(parameter)], parameter, receive)
+                with DisableTorchFunction():
+                    for parameter, hook in hooks:
+                        if parameter.grad is not None:
+                            hook(parameter)
 
             pipeline.after_backward = hand_over
-            pipeline.weights = frozenset([*plain, *map(id, plain.values())])
+            pipeline.weights = frozenset([*self._plain, *map(id, self._plain.values())])
         self._is_fully_sharded = any(_is_divided(parameter, "data") for parameter in inside.parameters())
         self.training = inside.training
 
@@ -230,11 +235,11 @@ def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     """A plain parameter over the memory of this worker's share of another one, which gets its gradients."""
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        if _is_divided(parameter):
+        if divided := _is_divided(parameter):
             # A hook on the plain tensor runs only if autograd reaches it by itself. The model computes with the DTensor
             # inside, so that is a loss that reads the weight (tests/strategies/test_parallel_statistics.py).
             plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
-        parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive, divided=divided))  # type: ignore[no-untyped-call]
     return plain
 
 
@@ -257,30 +262,27 @@ class _RefusedGradient:
 class _HandOver:
     """The hook by which a parameter inside hands its gradient over. Its class tells it from the hooks of a user."""
 
-    def __init__(self, plain: nn.Parameter, receive: Receive) -> None:
-        self._plain, self._receive = plain, receive
+    def __init__(self, plain: nn.Parameter, receive: Receive, *, divided: bool) -> None:
+        self._plain, self._divided, self._receive = plain, divided, receive
 
     def __call__(self, parameter: Tensor) -> None:
-        _hand_over(self._plain, parameter, self._receive)
+        # The step guard would take this look at .grad for a read by the step.
+        with DisableTorchFunction():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter
+                # it is one.
+                if gradient.placements != parameter.placements:
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            self._receive(self._plain, gradient, self._divided)
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
     """Whether this worker has a part only of a parameter inside."""
     return _is_divided(parameter)
-
-
-def _hand_over(plain: nn.Parameter, parameter: Tensor, receive: Receive) -> None:
-    # The step guard would take this look at .grad for a read by the step.
-    with DisableTorchFunction():
-        gradient, parameter.grad = parameter.grad, None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter it is
-        # one.
-        gradient = gradient.redistribute(placements=parameter.placements)
-    if gradient is not None:
-        local, divided = _local(gradient), _is_divided(parameter)
-        with DisableTorchFunction():
-            receive(plain, local, divided)
 
 
 def _whole(tensor: Tensor) -> Tensor:

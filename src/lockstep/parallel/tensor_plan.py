@@ -37,6 +37,7 @@ from lockstep.parallel.tensor_styles import (
     TOKENS,
     Conv1DParallel,
     HookedOutput,
+    LocalLinear,
     LocalParameters,
     SharedExpertOutput,
     WholeTokens,
@@ -287,7 +288,7 @@ class DividedModel:
         part: Any = self._modules[name]
         whole = Replicate()
         if style in _LINEAR_STYLES:
-            return self._linear_style(name, style, is_head, output)
+            return LocalLinear.instead_of(self._linear_style(name, style, is_head, output), part)
         if style == "embedding_rowwise":
             return tp.RowwiseParallel(input_layouts=whole)
         if style == "embedding_colwise":
@@ -401,7 +402,7 @@ def _named_styles(module: nn.Module, plan: TensorPlan, degree: int) -> dict[str,
         named = [name for name in module_names if _matches(name, pattern)]
         for name in named:
             _check_user_style(name, module.get_submodule(name), style, degree)
-            styles[name] = style
+            styles[name] = LocalLinear.instead_of(style, module.get_submodule(name))
         if not named:
             near = get_close_matches(pattern, module_names, 3) or module_names[1:4]
             raise ConfigError(

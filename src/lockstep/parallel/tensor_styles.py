@@ -1,6 +1,6 @@
 """How one module is divided among tensor ranks: styles for torch's ``parallelize_module`` beside those of torch itself.
 
-    WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
+    LocalLinear, WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
     divide_sequences                                                                  the layers of a model
 
 ``tensor_plan`` chooses the style of each module. Sequences are divided as in Korthikanti et al. 2022:
@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
-from lockstep._torch_compat import tree_map
+from lockstep._torch_compat import DisableTorchFunction, tree_map
 from lockstep.errors import DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 
@@ -146,18 +149,127 @@ class HookedOutput(tp.ParallelStyle):
         return module
 
 
+class LocalLinear(tp.ParallelStyle):
+    """A linear layer of which each rank computes some outputs (``columns``), or a term of all from its own inputs.
+
+    It does what ColwiseParallel and RowwiseParallel do by default, on plain tensors: their DTensors take hundreds of
+    Python calls for each layer and microbatch.
+    """
+
+    def __init__(self, *, columns: bool) -> None:
+        self._columns = columns
+
+    @staticmethod
+    def instead_of(style: tp.ParallelStyle, part: nn.Module) -> tp.ParallelStyle:
+        """This style in place of torch's for a plain linear layer with the layouts of the defaults; else torch's."""
+        if type(part).forward is not nn.Linear.forward or "forward" in vars(part):
+            return style
+        layouts = {
+            tp.ColwiseParallel: ((Replicate(),), (Shard(-1),)),
+            tp.RowwiseParallel: ((Shard(-1),), (Replicate(),)),
+        }
+        if not isinstance(style, tp.ColwiseParallel | tp.RowwiseParallel) or not style.use_local_output:
+            return style
+        is_default = layouts.get(type(style)) == (style.input_layouts, style.output_layouts)
+        return LocalLinear(columns=isinstance(style, tp.ColwiseParallel)) if is_default else style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # The bias of a row linear is whole, and added once, to the sum.
+        for name in ("weight", "bias") if self._columns else ("weight",):
+            if (whole := module._parameters[name]) is not None:
+                placement = [Shard(0 if self._columns else 1)]
+                placed = distribute_tensor(whole, device_mesh, placement, src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+
+        local: Callable[..., Any] = _Local.apply
+        parameters = module._parameters
+
+        def columns(input: Tensor) -> Tensor:
+            if isinstance(input, DTensor):
+                input = input.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            else:
+                input = sum_gradient(input, device_mesh)
+            return F.linear(input, *local(parameters["weight"], parameters["bias"]))
+
+        def rows(input: Tensor) -> Tensor:
+            if isinstance(input, DTensor):
+                input = input.redistribute(placements=[Shard(-1)]).to_local()
+            (weight,), bias = local(parameters["weight"]), parameters["bias"]
+            output = summed(F.linear(input, weight), device_mesh)
+            if bias is None:
+                return output
+            with DisableTorchFunction():
+                whole = bias.to(output.dtype)  # under autocast the product has another one than the weights
+            return output + whole
+
+        module.forward = columns if self._columns else rows
+        return module
+
+
+class _Local(torch.autograd.Function):
+    """This rank's shards of parameters, as ``DTensor.to_local`` gives them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor | None) -> tuple[Tensor | None, ...]:
+        ctx.parameters = parameters
+        with DisableTorchFunction():
+            return tuple([None if whole is None else whole.to_local().detach() for whole in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        divided: list[DTensor | None] = []
+        with DisableTorchFunction():
+            for like, local in zip(ctx.parameters, gradients, strict=True):
+                if local is None:
+                    divided.append(None)
+                    continue
+                mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+                placed = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+                divided.append(placed)
+        return tuple(divided)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _sum_of(term, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        with DisableTorchFunction():
+            return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_of(gradient, ctx.mesh), None
+
+
+def _sum_of(term: Tensor, mesh: DeviceMesh) -> Tensor:
+    # The replica's function mode has nothing to do here, and is Python at each call.
+    with DisableTorchFunction():
+        total = term.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=mesh.get_group())
+    return total
+
+
 def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of all ranks' terms. All must call it."""
-    return _redistributed(term, mesh, Partial(), Replicate())
+    total: Tensor = _Summed.apply(term, mesh)  # type: ignore[no-untyped-call]
+    return total
 
 
 def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
-    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks'."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
+    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks': each has that of its own part."""
+    if not isinstance(value, Tensor):
         return value
-    # The forward is the tensor itself. Marked as Partial, its gradient is summed over the ranks, each of which has that
-    # of its own heads or experts.
-    return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return _SummedGradient.apply(value, mesh)  # type: ignore[no-untyped-call]
 
 
 class SharedExpertOutput(tp.RowwiseParallel):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep._torch_compat import tree_leaves, tree_map
+from lockstep._torch_compat import DisableTorchFunction, tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
@@ -202,11 +202,10 @@ def _pipeline_sums(
     def add(outputs: Any, part: slice) -> Tensor:
         """Adds the microbatch of these rows, on the worker that has the last stage, and returns its total loss."""
         number = part.stop - part.start
-        y, weight = map_leaves(
-            lambda _, leaf: take_rows(leaf, part.start, number) if leaf_has_rows(leaf) else leaf,
-            (batch.y, batch.sample_weight),
-        )
-        microbatch = LabelledBatch(batch.x, y, weight)
+        with DisableTorchFunction():  # nothing is computed here
+            microbatch = LabelledBatch(
+                batch.x, _rows(batch.y, part.start, number), _rows(batch.sample_weight, part.start, number)
+            )
         total, count = _loss_sums(setup, state, outputs, microbatch, number)
         _update_metrics(setup, state, outputs, microbatch, number)
         if trains:
@@ -221,6 +220,14 @@ def _pipeline_sums(
         (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
     totals, counts = zip(*sums, strict=True)
     return sum(totals), sum(counts)
+
+
+def _rows(values: Any, start: int, size: int) -> Any:
+    """The rows of a structure, such as the targets of a shard, that belong to a microbatch."""
+    # What targets mostly are comes first, without a walk: this is done for each microbatch.
+    if values is None or (type(values) is Tensor and values.ndim):
+        return None if values is None else take_rows(values, start, size)
+    return map_leaves(lambda _, leaf: take_rows(leaf, start, size) if leaf_has_rows(leaf) else leaf, values)
 
 
 def _check_microbatches(x: Any) -> None:
