@@ -179,7 +179,8 @@ class Pipeline:
         parts = min(rows, self._pipelining.microbatches)
         looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
         watch = StateWatch(self._stages[0].model) if looks else None
-        self._pass(x, rows, examine, backward=True)
+        with DisableTorchFunction():
+            self._pass(x, rows, examine, backward=True)
         # Autograd calls no hooks for gradients that a schedule with a split backward computes by itself, so they are
         # handed over here.
         self.after_backward()
@@ -188,7 +189,8 @@ class Pipeline:
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward of a shard. All workers must call it."""
-        self._pass(x, rows, examine, backward=False)
+        with DisableTorchFunction():
+            self._pass(x, rows, examine, backward=False)
 
     def trace(self) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All ``workers`` must call it."""
@@ -203,6 +205,11 @@ class Pipeline:
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
+        """Called without function modes, which are on again where code of the user's runs.
+
+        torch's schedules and our bookkeeping draw no random numbers and touch no object of the user's, and the
+        replica's mode is Python at each call of torch: a thousand a step of four microbatches.
+        """
         microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
         # Shards divide into microbatches of at most two sizes and empty ones, so few examples are run for their shapes.
         examples = {microbatch.rows: microbatch for microbatch in microbatches if microbatch.rows}
@@ -212,9 +219,7 @@ class Pipeline:
         self._slots.clear()
         run = schedule.step if backward else schedule.eval
         try:
-            # torch's schedules and our bookkeeping draw no random numbers and touch no object of the user's, and the
-            # replica's function mode is Python at each call: it is on where the user's code runs.
-            with without_its_log(), DisableTorchFunction():
+            with without_its_log():
                 run(
                     # torch hands the loss function the targets of a microbatch. Here these are its number alone: the
                     # loss looks up outputs and rows, which may be any structure.
@@ -270,7 +275,8 @@ class Pipeline:
         stage.activate()
         with leaving_no_trace(stage.model, self._device):
             try:
-                values = stage(*values, inputs=named)
+                with EnableTorchFunction():
+                    values = stage(*values, inputs=named)
                 check_values(stage.number, values)
             except ConfigError as error:
                 return (), str(error)
@@ -325,6 +331,8 @@ class Pipeline:
             padded = values[self._now.most][stage.number].tensors
             return values[microbatch.rows][stage.number].give(outputs, padded)
         self._now.outputs[number] = outputs
+        if type(outputs) is Tensor:  # without a walk, for each microbatch
+            return (outputs,)
         return tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:

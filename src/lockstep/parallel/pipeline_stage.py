@@ -398,10 +398,11 @@ class TracedStage(PipelineStage):
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
             # torch sends a gradient's memory as it lies, and the next stage reads it in row-major order.
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                None if gradient is None else gradient.contiguous() for gradient in gradients
-            )
+            gradients = list(self.bwd_cache[bwd_chunk_id])
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    gradients[number] = gradient.contiguous()
+            self.bwd_cache[bwd_chunk_id] = tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:

@@ -120,7 +120,9 @@ class LocalParameters(tp.ParallelStyle):
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self._experts:
-                args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
+                args, kwargs = tree_map(
+                    lambda leaf: sum_gradient(leaf, device_mesh) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+                )
             parameters = {name: module._parameters[name] for name in self._placements}
             # Set on the dict of parameters for the call only: setattr would register new parameters, and optimizers and
             # the state_dict see the DTensors.
@@ -213,7 +215,10 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, *parameters: DTensor | None) -> tuple[Tensor | None, ...]:
         ctx.parameters = parameters
         with DisableTorchFunction():
-            return tuple([None if whole is None else whole.to_local().detach() for whole in parameters])
+            shards: list[Tensor | None] = []
+            for whole in parameters:  # no comprehension: that is a call more, for each layer and microbatch
+                shards.append(None if whole is None else whole.to_local().detach())
+            return tuple(shards)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
@@ -232,7 +237,11 @@ class _Local(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: Tensor, mesh: DeviceMesh) -> Tensor:
-        return _sum_of(term, mesh)
+        # The replica's function mode has nothing to do here, and is Python at each call.
+        with DisableTorchFunction():
+            total = term.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=mesh.get_group())
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -248,28 +257,13 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum_of(gradient, ctx.mesh), None
+        return _Summed.forward(ctx, gradient, ctx.mesh), None
 
 
-def _sum_of(term: Tensor, mesh: DeviceMesh) -> Tensor:
-    # The replica's function mode has nothing to do here, and is Python at each call.
-    with DisableTorchFunction():
-        total = term.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=mesh.get_group())
-    return total
-
-
-def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' terms. All must call it."""
-    total: Tensor = _Summed.apply(term, mesh)  # type: ignore[no-untyped-call]
-    return total
-
-
-def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
-    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks': each has that of its own part."""
-    if not isinstance(value, Tensor):
-        return value
-    return _SummedGradient.apply(value, mesh)  # type: ignore[no-untyped-call]
+summed: Callable[[Tensor, DeviceMesh], Tensor] = _Summed.apply
+"""The sum of all ranks' terms. All must call it."""
+sum_gradient: Callable[[Tensor, DeviceMesh], Tensor] = _SummedGradient.apply
+"""The same tensor, equal on all ranks, whose gradient is the sum of all ranks': each has that of its own part."""
 
 
 class SharedExpertOutput(tp.RowwiseParallel):

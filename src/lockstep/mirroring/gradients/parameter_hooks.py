@@ -112,15 +112,18 @@ def holders_of(weight: nn.Parameter, partition: PartitionPolicy) -> tuple[nn.Par
 
 def call_in_backward(weight: nn.Parameter, gradient: Tensor, divided: bool) -> None:
     """Adds to a weight the gradient that its source in a part has got, by the weight's hooks, as autograd does."""
-    # Called for each weight and microbatch, so what is empty is not called.
-    hooks, after = weight._backward_hooks, weight._post_accumulate_grad_hooks
-    users, users_after = hooks and _users(hooks), after and _users(after)
-    if divided and (users or users_after):
-        raise divided_error(weight, (users or users_after)[0])
+    users: list[Any] = []
+    for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            # As ``_is_users``, written out: this is done for each weight and microbatch of a divided model.
+            if type(hook) is HookAtUpdate or not type(hook).__module__.startswith("lockstep."):
+                users.append(hook)
+    if divided and users:
+        raise divided_error(weight, users[0])
     if users:
-        gradient = _through(users, gradient)
+        gradient = _through(_users(weight._backward_hooks), gradient)
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    for hook in users_after or ():
+    for hook in _users(_post_hooks(weight)) if users else ():
         hook(weight)
 
 
@@ -202,17 +205,12 @@ def _post_hooks(parameter: nn.Parameter) -> dict[int, Any] | None:
 
 
 def _users(hooks: dict[int, Any] | None) -> list[Any]:
-    users = []
-    for hook in hooks.values() if hooks else ():
-        # Written out, and not by ``_is_users``: it is done for each weight and microbatch of a divided model.
-        if type(hook) is HookAtUpdate or not type(hook).__module__.startswith("lockstep."):
-            users.append(hook)
-    return users
+    return [hook for hook in hooks.values() if _is_users(hook)] if hooks else []
 
 
 def _is_users(hook: Any) -> bool:
     # The engine's are objects of classes of this package; those of ``parallel`` cannot be imported here.
-    return bool(_users({0: hook}))
+    return type(hook) is HookAtUpdate or not type(hook).__module__.startswith("lockstep.")
 
 
 def _unwrapped(hook: Any) -> Any:
