@@ -208,9 +208,10 @@ def _pipeline_sums(
             )
         total, count = _loss_sums(setup, state, outputs, microbatch, number)
         _update_metrics(setup, state, outputs, microbatch, number)
-        if trains:
-            _check_graph(total)
-        sums.append((total.detach(), count))
+        with DisableTorchFunction():
+            if trains:
+                _check_graph(total)
+            sums.append((total.detach(), count))
         return total
 
     _check_microbatches(batch.x)
@@ -219,7 +220,8 @@ def _pipeline_sums(
     with setup.precision.autocast(), keep_logits_sharded():
         (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
     totals, counts = zip(*sums, strict=True)
-    return sum(totals), sum(counts)
+    with DisableTorchFunction():
+        return sum(totals), sum(counts)
 
 
 def _rows(values: Any, start: int, size: int) -> Any:
