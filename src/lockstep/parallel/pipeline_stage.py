@@ -299,9 +299,7 @@ class LayerCut(StageCut):
         """What stands in for a module on workers that do not have it, or while another stage computes."""
         if name == self._layers[0]:
             return _FirstLayer(active)
-        if name in self._kinds:
-            return StandIn(self._kinds[name], dtype)
-        return StandIn() if name.startswith(self._prefix) else nn.Identity()
+        return StandIn(self._kinds.get(name, "identity"), dtype)
 
 
 def _check_layer_output(layer: nn.Module, _: Any, output: Any) -> None:

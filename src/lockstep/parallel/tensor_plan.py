@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
-from torch.distributed.tensor.placement_types import Placement
 
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError
@@ -35,12 +34,11 @@ from lockstep.parallel.model_specs import (
 )
 from lockstep.parallel.tensor_styles import (
     TOKENS,
-    Conv1DParallel,
     HookedOutput,
     LocalLinear,
     LocalParameters,
-    SharedExpertOutput,
     WholeTokens,
+    is_plain_linear,
     sum_gradient,
     summed,
 )
@@ -101,6 +99,7 @@ _ON_EXPERTS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwi
 """By the style of a parameter with several dims: the dim that is divided. Features are before the last one."""
 _LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input", "rowwise_rep", *GATHERED_STYLES)
 _LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
+_SPLIT = (*_LOCAL_COLUMNS, "rowwise")  # which have divided units on the inner side
 _ON_OWN_UNITS = ("q_norm", "k_norm", "act_fn")  # whole weights beside them, which some plans leave out
 _PACKED = ("packed_colwise", "packed_rowwise")
 _EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
@@ -214,7 +213,7 @@ class DividedModel:
             owner = name.rpartition(".")[0]
             is_supported = style in _ON_EXPERTS and self.modules.get(owner) in _OWN_PARAMETERS
         elif style in _LINEAR_STYLES:
-            is_supported = isinstance(part, nn.Linear) or _is_conv1d(part)
+            is_supported = isinstance(part, nn.Linear) or (_is_conv1d(part) and style in _SPLIT)
         elif style == "moe_tp_experts":
             bare = [key for key, _ in part.named_parameters() if f"{name}.{key}" not in self.parameters]
             if bare:
@@ -280,15 +279,22 @@ class DividedModel:
     def _torch_styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
         """How torch divides each module; with ``sequences``, the modules between them too."""
         heads = self.heads()
-        output = Shard(TOKENS) if sequences else Replicate()
-        styles = {name: self._torch_style(name, style, name in heads, output) for name, style in self.modules.items()}
+        styles = {
+            name: self._torch_style(name, style, name in heads, sequences) for name, style in self.modules.items()
+        }
         return {**styles, **self._sequence_styles()} if sequences else styles
 
-    def _torch_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
+    def _torch_style(self, name: str, style: str, *, is_head: bool, sequences: bool) -> tp.ParallelStyle:
         part: Any = self._modules[name]
         whole = Replicate()
         if style in _LINEAR_STYLES:
-            return LocalLinear.instead_of(self._linear_style(name, style, is_head, output), part)
+            is_split = style in _SPLIT or is_head
+            if is_split and (is_plain_linear(part) or _is_conv1d(part)):
+                return LocalLinear(columns=style != "rowwise", tokens=sequences)
+            if not style.startswith("rowwise"):
+                return tp.ColwiseParallel(output_layouts=Shard(-1) if is_split else whole)
+            outputs = Shard(TOKENS) if sequences else whole
+            return tp.RowwiseParallel(input_layouts=Shard(-1) if is_split else whole, output_layouts=outputs)
         if style == "embedding_rowwise":
             return tp.RowwiseParallel(input_layouts=whole)
         if style == "embedding_colwise":
@@ -312,21 +318,6 @@ class DividedModel:
             },
             experts=style == "moe_tp_experts",
         )
-
-    def _linear_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
-        whole, split = Replicate(), Shard(-1)
-        output_layout = whole if style in GATHERED_STYLES and not is_head else split
-        input_layout = whole if style.endswith(("split_input", "rep")) else split
-        if _is_conv1d(self._modules[name]):
-            if style.startswith("rowwise"):
-                return Conv1DParallel(Shard(0), whole, inputs=input_layout, outputs=output)
-            return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=output_layout)
-        if not style.startswith("rowwise"):
-            return tp.ColwiseParallel(output_layouts=output_layout)
-        # Llama 4 adds the experts' outputs to the shared expert's in place.
-        has_experts_beside = f"{name.rsplit('.', 2)[0]}.experts" in self.modules
-        kind = SharedExpertOutput if has_experts_beside else tp.RowwiseParallel
-        return kind(input_layouts=input_layout, output_layouts=output)
 
     def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
         """The norms between divided layers take this rank's tokens, and the divided layers take all."""

@@ -1,7 +1,7 @@
 """How one module is divided among tensor ranks: styles for torch's ``parallelize_module`` beside those of torch itself.
 
-    LocalLinear, WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
-    divide_sequences                                                                  the layers of a model
+    LocalLinear, WholeTokens, LocalParameters, HookedOutput     one module each
+    divide_sequences                                            the layers of a model
 
 ``tensor_plan`` chooses the style of each module. Sequences are divided as in Korthikanti et al. 2022:
 norms, dropout and residuals between divided layers work on a rank's own tokens. Sequences are whole before the first
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
@@ -152,52 +152,61 @@ class HookedOutput(tp.ParallelStyle):
 
 
 class LocalLinear(tp.ParallelStyle):
-    """A linear layer of which each rank computes some outputs (``columns``), or a term of all from its own inputs.
+    """A linear layer of which each rank computes some outputs (``columns``), or a term of all from some inputs.
 
-    It does what ColwiseParallel and RowwiseParallel do by default, on plain tensors: their DTensors take hundreds of
-    Python calls for each layer and microbatch.
+    It does what ColwiseParallel and RowwiseParallel do, on plain tensors: their DTensors take hundreds of Python calls
+    for each layer and microbatch. It also takes transformers' Conv1D, whose weight [in, out] is transposed.
+
+    With ``tokens`` the outputs of rows are this rank's tokens, and not all.
     """
 
-    def __init__(self, *, columns: bool) -> None:
-        self._columns = columns
+    def __init__(self, *, columns: bool, tokens: bool = False) -> None:
+        self._columns, self._tokens = columns, tokens
 
     @staticmethod
     def instead_of(style: tp.ParallelStyle, part: nn.Module) -> tp.ParallelStyle:
         """This style in place of torch's for a plain linear layer with the layouts of the defaults; else torch's."""
-        if type(part).forward is not nn.Linear.forward or "forward" in vars(part):
+        whole, split = (Replicate(),), (Shard(-1),)
+        layouts = {tp.ColwiseParallel: (whole, split), tp.RowwiseParallel: (split, whole)}
+        if not is_plain_linear(part):
             return style
-        layouts = {
-            tp.ColwiseParallel: ((Replicate(),), (Shard(-1),)),
-            tp.RowwiseParallel: ((Shard(-1),), (Replicate(),)),
-        }
         if not isinstance(style, tp.ColwiseParallel | tp.RowwiseParallel) or not style.use_local_output:
             return style
         is_default = layouts.get(type(style)) == (style.input_layouts, style.output_layouts)
         return LocalLinear(columns=isinstance(style, tp.ColwiseParallel)) if is_default else style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # The bias of a row linear is whole, and added once, to the sum.
+        is_conv1d = not is_plain_linear(module)
+        # The bias of rows is whole, and added once, to the sum.
         for name in ("weight", "bias") if self._columns else ("weight",):
             if (whole := module._parameters[name]) is not None:
-                placement = [Shard(0 if self._columns else 1)]
+                dim = whole.ndim - 1 if is_conv1d else 0
+                placement = [Shard(dim if self._columns else 1 - dim)]
                 placed = distribute_tensor(whole, device_mesh, placement, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-
+        parameters: dict[str, Any] = module._parameters
         local: Callable[..., Any] = _Local.apply
-        parameters = module._parameters
 
-        def columns(input: Tensor) -> Tensor:
-            if isinstance(input, DTensor):
-                input = input.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        def product(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return F.linear(value, weight.t() if is_conv1d else weight, bias)
+
+        def columns(value: Tensor) -> Tensor:
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             else:
-                input = sum_gradient(input, device_mesh)
-            return F.linear(input, *local(parameters["weight"], parameters["bias"]))
+                value = sum_gradient(value, device_mesh)
+            return product(value, *local(parameters["weight"], parameters["bias"]))
 
-        def rows(input: Tensor) -> Tensor:
-            if isinstance(input, DTensor):
-                input = input.redistribute(placements=[Shard(-1)]).to_local()
+        def rows(value: Tensor) -> Tensor:
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[Shard(-1)]).to_local()
             (weight,), bias = local(parameters["weight"]), parameters["bias"]
-            output = summed(F.linear(input, weight), device_mesh)
+            term = product(value, weight)
+            if self._tokens:
+                output = _redistributed(term, device_mesh, Partial(), Shard(TOKENS))
+                bias = None if bias is None else sum_gradient(bias, device_mesh)  # of which each rank has its tokens'
+            else:
+                output = summed(term, device_mesh)
             if bias is None:
                 return output
             with DisableTorchFunction():
@@ -206,6 +215,11 @@ class LocalLinear(tp.ParallelStyle):
 
         module.forward = columns if self._columns else rows
         return module
+
+
+def is_plain_linear(part: nn.Module) -> bool:
+    """Whether a module computes what nn.Linear does, and no more."""
+    return type(part).forward is nn.Linear.forward and "forward" not in vars(part)
 
 
 class _Local(torch.autograd.Function):
@@ -264,44 +278,3 @@ summed: Callable[[Tensor, DeviceMesh], Tensor] = _Summed.apply
 """The sum of all ranks' terms. All must call it."""
 sum_gradient: Callable[[Tensor, DeviceMesh], Tensor] = _SummedGradient.apply
 """The same tensor, equal on all ranks, whose gradient is the sum of all ranks': each has that of its own part."""
-
-
-class SharedExpertOutput(tp.RowwiseParallel):
-    """A row linear whose output the model may change in place, as Llama 4 adds the experts' outputs to it."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        divided = super()._apply(module, device_mesh)
-        # torch gives a view of a DTensor's own memory, which autograd does not let anybody write to.
-        divided.register_forward_hook(lambda _, __, output: output.clone())
-        return divided
-
-
-class Conv1DParallel(tp.ParallelStyle):
-    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
-
-    The arguments are placements: ``weight`` Shard(1) divides the outputs, Shard(0) the inputs.
-    """
-
-    def __init__(self, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement) -> None:
-        self._parameters = {"weight": weight, "bias": bias}
-        self._inputs, self._outputs = inputs, outputs
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, placement in self._parameters.items():
-                whole = part.get_parameter(name)
-                # torch's ColwiseParallel and RowwiseParallel take nn.Linear and nn.Embedding only (torch 2.13:
-                # NotImplementedError).
-                placed = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
-                part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-
-        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            tensor = inputs[0]
-            if isinstance(tensor, DTensor):
-                return tensor
-            return DTensor.from_local(tensor, mesh, [self._inputs], run_check=False)
-
-        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.redistribute(placements=[self._outputs]).to_local()
-
-        return distribute_module(module, device_mesh, divide, take, give)  # type: ignore[arg-type]
