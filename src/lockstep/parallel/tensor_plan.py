@@ -280,7 +280,8 @@ class DividedModel:
         """How torch divides each module; with ``sequences``, the modules between them too."""
         heads = self.heads()
         styles = {
-            name: self._torch_style(name, style, name in heads, sequences) for name, style in self.modules.items()
+            name: self._torch_style(name, style, is_head=name in heads, sequences=sequences)
+            for name, style in self.modules.items()
         }
         return {**styles, **self._sequence_styles()} if sequences else styles
 

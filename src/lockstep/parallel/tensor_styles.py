@@ -197,7 +197,7 @@ class LocalLinear(tp.ParallelStyle):
                 value = sum_gradient(value, device_mesh)
             return product(value, *local(parameters["weight"], parameters["bias"]))
 
-        def rows(value: Tensor) -> Tensor:
+        def rows(value: Tensor) -> Any:
             if isinstance(value, DTensor):
                 value = value.redistribute(placements=[Shard(-1)]).to_local()
             (weight,), bias = local(parameters["weight"]), parameters["bias"]

@@ -233,6 +233,8 @@ def _rows(values: Any, start: int, size: int) -> Any:
 
 
 def _check_microbatches(x: Any) -> None:
+    if type(x) is Tensor and is_plain(x):  # what inputs mostly are, without a walk
+        return
     for name, leaf in named_leaves(x):
         if leaf_has_rows(leaf) and not is_plain(leaf):
             kind = "list of rows" if isinstance(leaf, (list, tuple)) else type(leaf).__name__
@@ -272,7 +274,7 @@ def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: Labe
         # exchange that others wait for there.
         return no_examples(min(floating, key=Tensor.numel))  # without elements: a loss that the module computed is NaN
     context = replica_of_step()
-    sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
+    sharded = setup.module.pipeline is not None or context.num_replicas_in_sync > 1
     if setup.config.loss_takes_tensors:
         outputs = logits_of(outputs)
     state.losses += 1
