@@ -176,7 +176,8 @@ class LocalLinear(tp.ParallelStyle):
         return LocalLinear(columns=isinstance(style, tp.ColwiseParallel)) if is_default else style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        is_conv1d = not is_plain_linear(module)
+        # By its name: where a worker has several stages, the forward of a head is no longer the class's.
+        is_conv1d = type(module).__name__ == "Conv1D"
         # The bias of rows is whole, and added once, to the sum.
         for name in ("weight", "bias") if self._columns else ("weight",):
             if (whole := module._parameters[name]) is not None:
