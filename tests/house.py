@@ -18,7 +18,9 @@ from traceback import walk_stack
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lockstep as ls
 from lockstep import console
@@ -152,6 +154,64 @@ def calls_of_a_step(replicas: int = 2) -> Counter[str]:
     return counter.calls
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def calls_of_a_divided_step() -> list[Counter[str]]:
+    """The same for a step of ``fit`` with tensor=2 and pipeline=2, on each of the four workers.
+
+    The model is four blocks, the batch 32 rows in four microbatches. Workers 0 and 1 have the first stage, 2 and 3 the
+    last one, and with it the loss.
+    """
+    counts: list[Counter[str]] = ls.launch(_calls_of_a_worker, workers=4, timeout_s=240)
+    return counts
+
+
+def _calls_of_a_worker() -> list[Counter[str]]:
+    torch.set_num_threads(1)
+    strategy = ls.ParallelStrategy(tensor=2, pipeline=2, seed=0)
+    counter = CallCounter()
+
+    step = 0
+
+    def batch_begins(batch: int, _: object) -> None:
+        nonlocal step
+        step, counter.is_counting = batch, batch == _STEPS
+        if batch == _STEPS:
+            counter.here()
+
+    def batch_ends(batch: int, _: object) -> None:
+        counter.is_counting = False
+        if batch == _STEPS:
+            sys.setprofile(None)
+
+    def here(*_: object) -> None:
+        if step == _STEPS - 1:  # in the replica's thread, which the counted step then finds profiled from its begin
+            counter.here()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(outputs, targets, reduction="none").mean(1)
+
+    net = nn.Sequential(*(_Block() for _ in range(4)))
+    for block in net:
+        block.register_forward_pre_hook(here)
+    with strategy.scope():
+        model = ls.Model(strategy.parallelize(net, {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}))
+    model.compile(lambda parameters: torch.optim.Adam(parameters, fused=True), loss)
+    callback = ls.callbacks.LambdaCallback(on_train_batch_begin=batch_begins, on_train_batch_end=batch_ends)
+    model.fit([(torch.randn(32, 64), torch.randn(32, 64))] * (_STEPS + 1), verbose=0, callbacks=[callback])
+    counts = [Counter[str]() for _ in range(4)]
+    dist.all_gather_object(counts, counter.calls)  # torch's groups are those of the strategy, over all workers
+    strategy.close()
+    return counts
+
+
 def frames_from_fit_to_forward() -> int:
     """Frames of the engine between the call of ``fit`` on two replicas and the forward pass in a replica's thread."""
     frames: list[int] = []
@@ -203,6 +263,9 @@ def measures() -> Iterator[tuple[str, str, str]]:
     yield "modules of lockstep", f"{len(engine):,}", "210"
     yield "lines of tests", f"{sum(tests):,}", "55,000"
     yield "calls of one small step on two replicas", f"{sum(calls.values()):,}", "500"
+    for worker, divided in enumerate(calls_of_a_divided_step()[1::2]):
+        what = f"calls of one small step, tensor=2 x pipeline=2, {('first', 'last')[worker]} stage"
+        yield what, f"{sum(divided.values()):,}", "1,100"
     yield "frames from fit to forward on two replicas", f"{frames_from_fit_to_forward():,}", "12"
 
 

@@ -76,7 +76,7 @@ with _probe("watching operators, and running the caller's dispatch modes in repl
 with _probe("looking at tensors past function modes and tensor subclasses"):
     DisableTorchFunction = torch._C.DisableTorchFunction
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-    EnableTorchFunction: Any = torch._C._EnableTorchFunction
+    EnableTorchFunction = torch._C._EnableTorchFunction
 
 with _probe("the caller's hooks for saved tensors"):
     saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

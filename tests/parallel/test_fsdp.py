@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError
-from lockstep.parallel.fsdp import shard_fully, units_of
+from lockstep.parallel.fsdp import units_of
 
 
 class Net(nn.Module):
@@ -36,14 +35,6 @@ def test_what_has_no_weights_is_not_gathered():
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     assert units_of(net) == [net[0]]
-
-
-def test_a_single_number_cannot_be_shared():
-    net = nn.Linear(2, 2)
-    net.scale = nn.Parameter(torch.ones(()))
-
-    with pytest.raises(ConfigError, match=r"scale is a single number, which cannot be sharded; choose shard_optimizer"):
-        shard_fully(net, None)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_is_refused():

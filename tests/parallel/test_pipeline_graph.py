@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.pipeline_config import choose_pipeline_config
-from lockstep.parallel.pipeline_graph import GraphStage, plan_graph
-from lockstep.parallel.pipeline_stage import PipelineSplit
+from lockstep.parallel.pipeline_graph import ModuleGraph
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage
 
 Change = Callable[["Chain", nn.Module, Tensor], Tensor]
 
@@ -95,16 +95,15 @@ def skipping(_: Chain, block: nn.Module, hidden: Tensor) -> Tensor:
     return block(hidden) * random.random()
 
 
-def stages_of(module: nn.Module, split: PipelineSplit = "auto", stages: int = 4) -> list[GraphStage]:
+def stages_of(module: nn.Module, split: PipelineSplit = "auto", stages: int = 4) -> list[Stage]:
     """The stages of as many workers, each of which has a copy of the module."""
     pipelining, found = choose_pipeline_config("1f1b", None, stages), []
     for worker in range(stages):
-        graph = plan_graph(deepcopy(module), split, pipelining)
-        found += graph.cut(pipelining.stages_of(worker))
+        found += ModuleGraph(deepcopy(module), split, pipelining).cut(pipelining.stages_of(worker))
     return found
 
 
-def run(stages: list[GraphStage], **inputs: Any) -> Any:
+def run(stages: list[Stage], **inputs: Any) -> Any:
     values: Any = ()
     for stage in stages:
         values = stage(*values, inputs=inputs)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, cut_to_stages, layer_counts, tied_ends
+from lockstep.parallel.pipeline_stage import LayerCut, PipelineSplit, Stage, StandIn, tied_ends
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -45,8 +45,11 @@ def build(name: str, layers: int = 5) -> nn.Module:
 def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = "auto") -> list[Stage]:
     """Of all workers, in their order."""
     pipelining = choose_pipeline_config(schedule, None, 2)
-    counts = layer_counts(module, split, pipelining)
-    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), counts, pipelining, worker)]
+    found = [
+        stage
+        for worker in range(2)
+        for stage in LayerCut(deepcopy(module), split, pipelining).cut(pipelining.stages_of(worker))
+    ]
     return sorted(found, key=lambda stage: stage.number)
 
 
@@ -90,7 +93,7 @@ def test_a_layer_that_gives_more_than_hidden_states_is_refused_by_name():
 
 def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
     module = build("bert")
-    first, last = cut_to_stages(module, [1, 1, 2, 1], choose_pipeline_config("zero_bubble_v", None, 2), 0)
+    first, last = LayerCut(module, [1, 1, 2, 1], choose_pipeline_config("zero_bubble_v", None, 2)).cut([0, 3])
 
     assert first.model is last.model is module
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}

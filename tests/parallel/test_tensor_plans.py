@@ -24,7 +24,8 @@ from transformers import (
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.model_specs import require_layers, require_model_spec, sizes_of
-from lockstep.parallel.tensor_plan import DividedModel, check_plan, check_user_plan
+from lockstep.parallel.tensor_parallel import reorder
+from lockstep.parallel.tensor_plan import DividedModel, plan_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -44,7 +45,7 @@ def llama(**sizes: Any) -> nn.Module:
 
 def refused(module: nn.Module, degree: int, *, sequences: bool = False) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_plan(module, "auto", degree, sequences=sequences)
+        plan_tensors(module, "auto", degree, sequences=sequences)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -53,7 +54,7 @@ def test_what_the_degree_does_not_divide_is_refused_with_its_name():
     assert "num_attention_heads=6" in refused(llama(), 4)
     assert "num_key_value_heads=3" in refused(llama(), 2)
     assert "layers.0.mlp" in refused(llama(intermediate_size=37), 3)
-    check_plan(llama(), "auto", 3, sequences=True)
+    plan_tensors(llama(), "auto", 3, sequences=True)
 
 
 def test_layers_that_differ_in_heads_are_each_looked_at():
@@ -65,7 +66,7 @@ def test_layers_that_differ_in_heads_are_each_looked_at():
 
 def test_experts_whose_units_the_degree_does_not_divide_are_refused():
     sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
-    check_plan(on_meta(MixtralForCausalLM, MixtralConfig(**sizes)), "auto", 3, sequences=False)
+    plan_tensors(on_meta(MixtralForCausalLM, MixtralConfig(**sizes)), "auto", 3)
     sizes["intermediate_size"] = 37
     assert "layers.0.mlp.experts" in refused(on_meta(MixtralForCausalLM, MixtralConfig(**sizes)), 3)
 
@@ -103,18 +104,18 @@ def test_a_model_without_plans_is_refused():
 
 
 def test_a_plan_of_the_user_s_own_is_not_checked():
-    check_plan(nn.Linear(2, 2), {}, 2, sequences=False)
+    plan_tensors(nn.Linear(2, 2), {}, 2)
 
 
 def test_a_plan_of_the_user_s_own_is_refused_where_its_style_does_not_fit():
     module = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 4))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    check_user_plan(module, plan, 1)
+    plan_tensors(module, plan, 1)
     with pytest.raises(ConfigError, match=r"tensor=2 does not divide the in_features of '2'=7"):
-        check_user_plan(module, plan, 2)
-    check_user_plan(module, {"2": RowwiseParallel(input_layouts=Replicate())}, 2)
+        plan_tensors(module, plan, 2)
+    plan_tensors(module, {"2": RowwiseParallel(input_layouts=Replicate())}, 2)
     with pytest.raises(ConfigError, match=r"'1' the style ColwiseParallel, and it is a ReLU"):
-        check_user_plan(module, {"1": ColwiseParallel()}, 2)
+        plan_tensors(module, {"1": ColwiseParallel()}, 2)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,9 @@ def test_a_layer_whose_weight_is_computed_is_refused(wrap: Any):
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     with pytest.raises(ConfigError, match=r"tensor_plan divides '0', whose weight is computed .*tensor=1"):
-        check_user_plan(module, plan, 2)
-    check_user_plan(module, plan, 1)
-    check_user_plan(module[1:], {"2": RowwiseParallel()}, 2)  # it may stand beside divided ones
+        plan_tensors(module, plan, 2)
+    plan_tensors(module, plan, 1)
+    plan_tensors(module[1:], {"2": RowwiseParallel()}, 2)  # it may stand beside divided ones
 
 
 def test_a_model_whose_weights_are_computed_is_refused():
@@ -140,7 +141,7 @@ def test_a_model_whose_weights_are_computed_is_refused():
         nn.utils.parametrizations.weight_norm(module.model.layers[0].mlp.up_proj)
 
     with pytest.raises(ConfigError, match=r"plan divides 'model\.layers\.0\.mlp\.up_proj', whose weight is computed"):
-        check_plan(module, "auto", 3, sequences=False)
+        plan_tensors(module, "auto", 3)
 
 
 def test_the_parts_of_a_model_are_those_of_its_plans():
@@ -156,7 +157,7 @@ def test_the_parts_of_a_model_are_those_of_its_plans():
 
 def test_a_model_without_plans_of_its_own_has_ours():
     module = on_meta(BertForMaskedLM, BertConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64))
-    check_plan(module, "auto", 4, sequences=True)
+    plan_tensors(module, "auto", 4, sequences=True)
     assert "num_attention_heads=4" in refused(module, 8)
 
 
@@ -183,11 +184,14 @@ def test_an_embedding_with_a_norm_inside_stays_whole():
 
 def test_packed_experts_are_reordered_so_that_each_rank_has_a_share_of_each_output():
     module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
-    model = DividedModel(module, require_model_spec(module, "a test"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     before = module.get_parameter(name).detach().clone()  # [experts, 2 x 36, hidden]
 
-    order = model.reorder(3)[name]
+    orders = plan_tensors(module, "auto", 3).orders
+    assert torch.equal(module.get_parameter(name), before)
+    reorder(module, orders)
 
+    order = orders[name].columns
+    assert orders[name].dim == 1
     assert order[:24].tolist() == [*range(12), *range(36, 48)]  # the first rank's: 12 of the gate, 12 of the other
     assert torch.equal(module.get_parameter(name), before[:, order])

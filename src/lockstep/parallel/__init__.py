@@ -2,10 +2,11 @@
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
     model_specs                          how models of transformers are divided: their own plans, and ours
-    tensor_plan, tensor_styles           which modules tensor ranks divide; how a module is divided, and sequences
+    model_plan, model_build              a model's whole plan, with every refusal (pure); a plan carried out
+    tensor_plan, tensor_styles           which modules tensor ranks divide (pure); how one is divided, and sequences
     tensor_parallel, tp_rng              layers divided by a plan, and a worker's shards of them; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
-    pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker
+    pipeline_config, pipeline_stage      schedules and layer splits (pure); where a model is cut, and its stages
     pipeline_graph, stage_tracer         where a plain module is cut, into parts of a graph of its forward, by torch.fx
     pipeline, pipeline_trace             a training step through the stages; what ran when
     pipeline_values                      what stages give each other
@@ -14,5 +15,5 @@
     tensor_files, pretrained             safetensors files read whole or in boxes; trained weights for a model in them
     sharded_module, regions              a worker's part of a model as an nn.Module; its place in the whole tensors
 
-Begin with ``mesh_layout`` and ``sharded_module``; ``strategies.parallel`` puts the parts together.
+Begin with ``model_plan``; ``strategies.parallel`` plans a model and has it built.
 """

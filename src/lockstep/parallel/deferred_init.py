@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import ConfigError
 from lockstep.parallel.pretrained import PretrainedWeights
 from lockstep.parallel.tensor_parallel import local_shard, region_of
+from lockstep.parallel.tensor_plan import ColumnOrder
 from lockstep.replicas.rng.mode import default_generator_as
 
 
@@ -143,7 +144,7 @@ def _has_unset(whole: Tensor) -> bool:
 def materialize(
     module: nn.Module,
     initial: DeferredInit | None,
-    orders: Mapping[str, Tensor],
+    orders: Mapping[str, ColumnOrder],
     device: torch.device | None = None,
     stored: PretrainedWeights | None = None,
 ) -> None:

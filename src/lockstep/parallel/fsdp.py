@@ -9,18 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lockstep.errors import ConfigError
-
 
 def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shards every parameter over the workers of ``mesh``, in place. All must call it; nothing is sent.
 
-    Afterwards all of them must take part in each forward and backward pass, whether or not they have rows. Raises
-    ConfigError if a parameter is a single number.
+    Afterwards all of them must take part in each forward and backward pass, whether or not they have rows.
     """
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            raise ConfigError(f"{name} is a single number, which cannot be sharded; choose shard_optimizer=True alone")
     for unit in [*units_of(module), module]:
         # The root too: parameters outside the layers would otherwise stay unsharded after an evaluation.
         sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)

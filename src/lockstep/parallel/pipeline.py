@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lockstep._torch_compat import next_sequence_number, tree_flatten, tree_leaves, tree_map
+from lockstep._torch_compat import (
+    DisableTorchFunction,
+    EnableTorchFunction,
+    next_sequence_number,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+)
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
@@ -101,15 +108,11 @@ def without_its_log() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A part of a shard: the model's inputs by name, for the rows from ``begin`` to ``end``."""
+    """A part of a shard: the model's inputs by name, for ``rows`` rows from the row ``begin`` on."""
 
     inputs: dict[str, Any]
     begin: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.begin
+    rows: int
 
 
 @dataclass
@@ -130,9 +133,10 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        workers: the same workers.
+        workers: the same workers; also an attribute.
 
     Attributes:
+        is_last: whether this worker has the model's outputs.
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
         weights: the ids of the parameters of this worker's stages.
     """
@@ -146,7 +150,8 @@ class Pipeline:
         workers: Communicator,
         device: torch.device,
     ) -> None:
-        self._stages, self._group, self._workers = tuple(stages), group, workers
+        self._stages, self._group, self.workers = tuple(stages), group, workers
+        self.is_last = any(stage.last for stage in self._stages)
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
@@ -158,11 +163,6 @@ class Pipeline:
         self._schedules: RecentValues[Schedule] = RecentValues(_MOST_SCHEDULES)
         self._now: _Pass | None = None
         self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this worker has the model's outputs."""
-        return any(stage.last for stage in self._stages)
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward and backward of a shard. All workers must call it, with the same shard.
@@ -179,30 +179,37 @@ class Pipeline:
         parts = min(rows, self._pipelining.microbatches)
         looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
         watch = StateWatch(self._stages[0].model) if looks else None
-        self._pass(x, rows, examine, backward=True)
+        with DisableTorchFunction():
+            self._pass(x, rows, examine, backward=True)
         # Autograd calls no hooks for gradients that a schedule with a split backward computes by itself, so they are
         # handed over here.
         self.after_backward()
         if watch is not None:
-            self._warned_of_state = warn_of_changed(watch, self._workers, parts)
+            self._warned_of_state = warn_of_changed(watch, self.workers, parts)
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward of a shard. All workers must call it."""
-        self._pass(x, rows, examine, backward=False)
+        with DisableTorchFunction():
+            self._pass(x, rows, examine, backward=False)
 
-    def trace(self, group: Communicator) -> PipelineTrace:
-        """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
+    def trace(self) -> PipelineTrace:
+        """The actions of all workers in the last pass, each on its own clock. All ``workers`` must call it."""
         local_slots = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
         workers = [
             tuple(
                 Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
                 for kind, stage, microbatch, begin, end in slots
             )
-            for slots in all_gather_object(group, "the pipeline trace", local_slots)
+            for slots in all_gather_object(self.workers, "the pipeline trace", local_slots)
         ]
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
+        """Called without function modes, which are on again where code of the user's runs.
+
+        torch's schedules and our bookkeeping draw no random numbers and touch no object of the user's, and the
+        replica's mode is Python at each call of torch: a thousand a step of four microbatches.
+        """
         microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
         # Shards divide into microbatches of at most two sizes and empty ones, so few examples are run for their shapes.
         examples = {microbatch.rows: microbatch for microbatch in microbatches if microbatch.rows}
@@ -252,7 +259,7 @@ class Pipeline:
             # A worker that fails sends its error in place of an example, so that all workers raise it and none waits
             # for a tensor.
             attempt = self._try_stage(stages[0], values, microbatch.inputs) if stages else ((), "")
-            gathered = all_gather_object(self._workers, f"what stage {number} gives the next", attempt)
+            gathered = all_gather_object(self.workers, f"what stage {number} gives the next", attempt)
             output, fault = gathered[self._pipelining.worker_of(number)]
             if fault:
                 raise ConfigError(fault)
@@ -268,7 +275,8 @@ class Pipeline:
         stage.activate()
         with leaving_no_trace(stage.model, self._device):
             try:
-                values = stage(*values, inputs=named)
+                with EnableTorchFunction():
+                    values = stage(*values, inputs=named)
                 check_values(stage.number, values)
             except ConfigError as error:
                 return (), str(error)
@@ -317,11 +325,14 @@ class Pipeline:
         if not microbatch.rows:
             return self._nothing(stage, received)
         arguments = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
-        outputs = stage(*arguments, inputs=microbatch.inputs)
+        with EnableTorchFunction():
+            outputs = stage(*arguments, inputs=microbatch.inputs)
         if not stage.last:
             padded = values[self._now.most][stage.number].tensors
             return values[microbatch.rows][stage.number].give(outputs, padded)
         self._now.outputs[number] = outputs
+        if type(outputs) is Tensor:  # without a walk, for each microbatch
+            return (outputs,)
         return tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -350,7 +361,8 @@ class Pipeline:
         if not microbatch.rows:
             return torch.stack(list(leaves)).sum()
         outputs, begin = self._now.outputs.pop(number), next_sequence_number()
-        loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
+        with EnableTorchFunction():
+            loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.begin + microbatch.rows))
         # The walk through the graph of a loss takes time, so it is made in passes 1, 2, 4, 8, ...
         if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
             raise UsageError(
@@ -392,7 +404,7 @@ def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatc
         end = begin + rows // number + (index < rows % number)
         # Bound as defaults: a closure in a loop would see the last microbatch's bounds.
         part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
-        microbatches.append(Microbatch(dict(part), begin, end))
+        microbatches.append(Microbatch(dict(part), begin, end - begin))
         begin = end
     return microbatches
 

@@ -25,29 +25,29 @@ from torch import fx, nn
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, tied_ends, weights_in
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StageCut, StandIn, weights_in
 from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, PLAIN, AttributeRead, outline, trace_stages
-from lockstep.parallel.tensor_parallel import ties_of
 
 _INPUTS = "inputs"
 _RANDOM = ("bernoulli", "multinomial")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class ModuleGraph:
-    """The forward of a module, as a graph of stages; traced anew for other inputs, and for other modes.
+class ModuleGraph(StageCut):
+    """The forward of any module, as a graph of stages; traced anew for other inputs, and for other modes.
 
     Args:
-        module: the whole model; ``cut`` takes from it, in place, what one worker does not hold.
-        starts: the names of the modules at which a new stage begins, in the order of their calls.
+        module: the whole model.
+        split: "auto" or numbers of blocks, for an ``nn.Sequential`` or a module with one list of blocks; or the names
+            of the modules at which the second and each further stage begins.
 
     Raises:
         ConfigError: names of no modules, or that are not called in this order; code that cannot be traced.
     """
 
-    def __init__(self, module: nn.Module, starts: Sequence[str]) -> None:
-        self._module, self._starts = module, tuple(starts)
+    def __init__(self, module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> None:
+        self._module, self._starts = module, tuple(starts := stage_starts(module, split, pipelining))
         self._containers = {parent for name in starts for parent in _parents(name)}
+        self._named_containers = [(name, module.get_submodule(name)) for name in sorted(self._containers)]
         self._outline = outline(module)
         self._arguments = ForwardArguments(module.forward)
         self._graphs: dict[Any, fx.Graph] = {}
@@ -62,20 +62,9 @@ class ModuleGraph:
         return len(self._starts) + 1
 
     def held_by(self, stage: int) -> list[str]:
-        """The names of the leaf modules, and of the weights and buffers of containers, that a stage has."""
         return [name for name, stages in self._holders.items() if stage in stages]
 
-    def names_in(self, stages: Iterable[int]) -> set[str]:
-        """The names of the weights that these stages have."""
-        roots = [name for stage in stages for name in self.held_by(stage)]
-        return {
-            name
-            for name, _ in self._outline.named_parameters(remove_duplicate=False)
-            if any(name == root or name.startswith(f"{root}.") for root in roots)
-        }
-
-    def cut(self, numbers: Sequence[int]) -> tuple[GraphStage, ...]:
-        """Takes from the module, in place, all that none of these stages has; returns them."""
+    def cut(self, numbers: Sequence[int]) -> tuple[Stage, ...]:
         for name, stages in self._holders.items():
             if stages & set(numbers):
                 continue
@@ -94,29 +83,27 @@ class ModuleGraph:
         """A key for what a trace depends on: the names of the inputs, and the plain attributes of the containers."""
         # Python branches on such values as training=True leave no node in a graph, so a graph holds for one set of
         # them.
-        settings = []
-        for name in sorted(self._containers):
-            attributes = vars(self._module.get_submodule(name))
-            settings.append(
-                (name, *((attribute, value) for attribute, value in attributes.items() if type(value) in PLAIN))
-            )
-        return (tuple(sorted(names)), *settings)
+        settings: list[Any] = [tuple(sorted(names))]
+        for name, container in self._named_containers:
+            settings.append(name)
+            for attribute, value in vars(container).items():
+                if type(value) in PLAIN:
+                    settings += attribute, value
+        return tuple(settings)
 
-    def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
+    def part(self, stage: int, names: Iterable[str], key: Any) -> fx.GraphModule:
         """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
-        names = frozenset(names)
         # Again in each step, since a hook may be registered between two of them.
         self._check_hooks()
-        key = (self.key(names), stage)
-        if key not in self._stages:
-            graph = self._graph(names)
+        if (key, stage) not in self._stages:
+            graph = self._graph(frozenset(names))
             self._check_holders(graph)
-            self._stages[key] = self._build(graph, stage)
-        return self._stages[key]
+            self._stages[key, stage] = self._build(graph, stage)
+        return self._stages[key, stage]
 
-    def check_attributes(self, stage: int, names: Iterable[str]) -> None:
+    def check_attributes(self, stage: int, key: Any) -> None:
         """Raises a UsageError if an attribute that the graph has the value of is another since the stage has run."""
-        for read in self._read[self.key(names)]:
+        for read in self._read[key]:
             is_local = read.module in self._containers or stage in self._holders.get(self._leaf_of(read.module), ())
             if is_local and not read.is_still(self._module.get_submodule(read.module)):
                 raise UsageError(
@@ -126,9 +113,15 @@ class ModuleGraph:
                 )
 
     def _check_hooks(self) -> None:
-        for name in self._containers:
-            attributes = vars(self._module.get_submodule(name))
-            if any(attributes[kind] for kind in _HOOKS):
+        for name, container in self._named_containers:
+            attributes = vars(container)
+            # Written out, as is ``key``: both are called for each microbatch.
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ):
                 raise ConfigError(
                     f"{name or type(self._module).__name__} has hooks, and is itself never called where a pipeline "
                     "cuts inside it; register them on modules that are whole in one stage"
@@ -291,29 +284,13 @@ class GraphStage(Stage):
         return self._graph.key(inputs)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
-        values = self._graph.part(self.number, inputs)(inputs, *values)
-        self._graph.check_attributes(self.number, inputs)
+        key = self._graph.key(inputs)
+        values = self._graph.part(self.number, inputs, key)(inputs, *values)
+        self._graph.check_attributes(self.number, key)
         return values
 
     def _holdings(self) -> list[Any]:
         return [_resolve(self.model, name) for name in self._graph.held_by(self.number)]
-
-
-def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> ModuleGraph:
-    """Finds where any module is cut, which it leaves as it is; raises a ConfigError if it cannot be.
-
-    ``split`` is "auto" or numbers of blocks, for an ``nn.Sequential`` or a module with one list of blocks; or the names
-    of the modules at which the second and each further stage begins.
-    """
-    graph = ModuleGraph(module, stage_starts(module, split, pipelining))
-    workers = [graph.names_in(pipelining.stages_of(worker)) for worker in range(pipelining.workers)]
-    if not all(workers):
-        raise ConfigError(
-            f"pipeline_split={split!r} leaves worker {workers.index(set())} of the pipeline without a weight to train; "
-            "choose other names or numbers, or fewer stages"
-        )
-    tied_ends(ties_of(module), workers)
-    return graph
 
 
 def _travelling(graph: fx.Graph, stage: int) -> list[fx.Node]:

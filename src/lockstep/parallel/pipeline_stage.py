@@ -1,10 +1,11 @@
-"""The stages of a pipeline: a model cut down to those of one worker, and torch's stage, which records its actions."""
+"""The stages of a pipeline: where a model is cut, a worker's stages, and torch's stage, which records its actions."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from lockstep._torch_compat import EnableTorchFunction
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
@@ -87,6 +89,18 @@ class _FirstLayer(nn.Module):
         return self._active.received
 
 
+class StageCut(ABC):
+    """Where a model is cut, which is still whole."""
+
+    @abstractmethod
+    def held_by(self, stage: int) -> Sequence[str]:
+        """The names of the modules, and of weights and buffers outside of these, that a stage has."""
+
+    @abstractmethod
+    def cut(self, numbers: Sequence[int]) -> tuple[Stage, ...]:
+        """Takes from the model, in place, all that none of these stages has; returns them."""
+
+
 class Stage(nn.Module, ABC):
     """One stage of a model, as a pipeline calls it.
 
@@ -144,7 +158,7 @@ def weights_in(members: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 class ModelStage(Stage):
-    """A stage of one of transformers' models. Made by ``cut_to_stages``.
+    """A stage of one of transformers' models. Made by ``LayerCut``.
 
     Args:
         base: the model's body, which is the model itself where it has no head.
@@ -226,62 +240,66 @@ def check_pipeline_split(split: object) -> None:
         )
 
 
-def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
-    """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
-    spec = require_layers(module, 'pipeline_split="auto"')
-    layers = list(module.get_submodule(base_name(module)).get_submodule(spec.layers).children())
-    heads = [part for name, part in module.named_modules() if name in spec.heads]
-    check_layers(pipelining, len(layers))
-    if not isinstance(split, str):
-        return check_split([int(count) for count in split], pipelining.stages, len(layers))
-    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
+class LayerCut(StageCut):
+    """Cuts one of transformers' models between its layers, so that stages have about equal weights, or by numbers.
 
-
-def cut_to_stages(
-    module: nn.Module, counts: Sequence[int], pipelining: PipelineConfig, worker: int
-) -> tuple[ModelStage, ...]:
-    """Cuts one of transformers' models down to the stages of one worker, in place, in the order of their numbers.
-
-    ``counts`` are the numbers of layers of all stages.
+    Raises a ConfigError if it cannot be cut.
     """
-    spec = require_layers(module, 'pipeline_split="auto"')
-    base = module.get_submodule(base_name(module))
-    layers = base.get_submodule(spec.layers)
-    ends = list(accumulate(counts))
-    parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
-    active = ActiveStage()
 
-    def keep(owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
-        """Keeps a part for ``stage`` if that is this worker's, with ``otherwise`` in its place elsewhere."""
-        part = dict(owner.named_children()).get(name)
-        if part is None:
-            return
-        if stage not in parts:
-            setattr(owner, name, otherwise)
-            return
-        parts[stage].append(part)
-        # A worker with one stage calls each part for that stage only.
-        if len(parts) > 1:
-            active.restrict(part, stage, otherwise)
+    def __init__(self, module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> None:
+        self._module, self._stages = module, pipelining.stages
+        spec = require_layers(module, 'pipeline_split="auto"')
+        base = base_name(module)
+        body, prefix = module.get_submodule(base), f"{base}." if base else ""
+        layers = dict(body.get_submodule(spec.layers).named_children())
+        heads = [part for name, part in module.named_modules() if name in spec.heads]
+        check_layers(pipelining, len(layers))
+        counts = (
+            split_layers(list(map(_cost, layers.values())), pipelining.stages, after=sum(map(_cost, heads)))
+            if isinstance(split, str)
+            else check_split([int(count) for count in split], pipelining.stages, len(layers))
+        )
+        ends, last = list(accumulate(counts)), pipelining.stages - 1
+        self._prefix, self._layers = prefix, tuple(f"{prefix}{spec.layers}.{name}" for name in layers)
+        self._kinds = {f"{prefix}{name}": kind for name, kind in spec.first_stage.items()}
+        after_body = [name for name, child in module.named_children() if base and child is not body]
+        places = {name: bisect_right(ends, number) for number, name in enumerate(self._layers)}
+        places |= dict.fromkeys(self._kinds, 0)
+        places |= dict.fromkeys([*(f"{prefix}{name}" for name in spec.last_stage), *after_body], last)
+        names = {name for name, _ in module.named_modules(remove_duplicate=False)}
+        self._places = {name: stage for name, stage in places.items() if name in names}  # in the order of computation
 
-    for number, (name, layer) in enumerate(list(layers.named_children())):
-        otherwise = StandIn() if number else _FirstLayer(active)
-        # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
-        # (tests/parallel/test_pipeline_stage.py).
-        layer.register_forward_hook(_check_layer_output)
-        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
-    last = pipelining.stages - 1
-    for name, kind in spec.first_stage.items():
-        keep(base, name, 0, StandIn(kind, next(module.parameters()).dtype))
-    for name in spec.last_stage:
-        keep(base, name, last, StandIn())
-    if base is not module:
-        for name in [name for name, child in module.named_children() if child is not base]:
-            keep(module, name, last, nn.Identity())
-    return tuple(
-        ModelStage(module, base, stage_parts, number=number, stages=pipelining.stages, active=active)
-        for number, stage_parts in parts.items()
-    )
+    def held_by(self, stage: int) -> list[str]:
+        return [name for name, place in self._places.items() if place == stage]
+
+    def cut(self, numbers: Sequence[int]) -> tuple[Stage, ...]:
+        module, active = self._module, ActiveStage()
+        parts: dict[int, list[nn.Module]] = {number: [] for number in numbers}
+        dtype = next(module.parameters()).dtype
+        for name in self._layers:
+            # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
+            # (tests/parallel/test_pipeline_stage.py).
+            module.get_submodule(name).register_forward_hook(_check_layer_output)
+        for name, stage in self._places.items():
+            otherwise = self._stand_in(name, active, dtype)
+            if stage not in parts:
+                module.set_submodule(name, otherwise)
+                continue
+            parts[stage].append(part := module.get_submodule(name))
+            # A worker with one stage calls each part for that stage only.
+            if len(parts) > 1:
+                active.restrict(part, stage, otherwise)
+        base = module.get_submodule(self._prefix.removesuffix("."))
+        return tuple(
+            ModelStage(module, base, stage_parts, number=number, stages=self._stages, active=active)
+            for number, stage_parts in parts.items()
+        )
+
+    def _stand_in(self, name: str, active: ActiveStage, dtype: torch.dtype) -> nn.Module:
+        """What stands in for a module on workers that do not have it, or while another stage computes."""
+        if name == self._layers[0]:
+            return _FirstLayer(active)
+        return StandIn(self._kinds.get(name, "identity"), dtype)
 
 
 def _check_layer_output(layer: nn.Module, _: Any, output: Any) -> None:
@@ -358,6 +376,10 @@ class TracedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, args, self._microbatch)
 
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with EnableTorchFunction():  # a backward pass may run a forward once more, and calls the user's hooks
+            return super().backward_maybe_with_nosync(*args, **kwargs)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         # torch looks up a receiver for each tensor that a stage returns, and the outputs of the last one have none.
         return [] if self._module.last else super().get_fwd_send_ops(fwd_chunk_id)
@@ -374,10 +396,11 @@ class TracedStage(PipelineStage):
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
             # torch sends a gradient's memory as it lies, and the next stage reads it in row-major order.
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                None if gradient is None else gradient.contiguous() for gradient in gradients
-            )
+            gradients = list(self.bwd_cache[bwd_chunk_id])
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    gradients[number] = gradient.contiguous()
+            self.bwd_cache[bwd_chunk_id] = tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:

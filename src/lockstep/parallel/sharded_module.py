@@ -9,7 +9,7 @@ under plain names, gathered from all workers that hold a replica together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys
-from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
+from lockstep.parallel.model_plan import ModelPlan
 from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region
-from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim, region_of
+from lockstep.parallel.tensor_parallel import local_shard, region_of
+from lockstep.parallel.tensor_plan import ColumnOrder
 
 Receive = Callable[[nn.Parameter, Tensor, bool], None]
 """Adds to a plain parameter's gradient one that a backward pass has made, of a part of it if the bool says so."""
@@ -33,12 +35,8 @@ class ShardedModule(nn.Module):
     """A worker's part of a model. Made by ``strategy.parallelize(module)``.
 
     Args:
-        inside: the model, divided in place by ``division``; also an attribute.
-        division: how its layers were divided.
-        names: the names of the whole model's state, in its order; None where all of it is here.
-        ties: the names of each weight that has several, in the order of ``names``.
-        pipeline_group: the workers that hold the stages of this part; None without a pipeline.
-        tied: the names of weights that another stage holds too, in the same order there.
+        inside: the model, divided in place by ``plan``; also an attribute.
+        orders: the parameters that stand in another order than the model's own, by name.
         pipeline: runs a step through the stages; None without a pipeline.
         receive: adds a gradient to a plain parameter, of which this worker may have a part only (``divided``).
     """
@@ -46,35 +44,36 @@ class ShardedModule(nn.Module):
     def __init__(
         self,
         inside: nn.Module,
-        division: TensorSharding = WHOLE,
+        plan: ModelPlan,
+        orders: Mapping[str, ColumnOrder],
         *,
-        names: Sequence[str] | None = None,
-        ties: Sequence[Sequence[str]] = (),
-        pipeline_group: Communicator | None = None,
-        tied: Sequence[str] = (),
-        pipeline: Pipeline | None = None,
+        pipeline: Pipeline | None,
         receive: Receive,
     ) -> None:
         super().__init__()
-        self.names = tuple(inside.state_dict() if names is None else names)
-        self._firsts = {name: tied[0] for tied in ties for name in tied}
-        self._pipeline_group = pipeline_group
-        self._tied, self.pipeline = tuple(tied), pipeline
+        self.names = plan.names
+        self._firsts = {name: names[0] for names in plan.ties for name in names}
+        self._tied, self.pipeline = plan.tied, pipeline
         # In a tuple, so that nn.Module does not register it, which would put a prefix before every name.
         self._inside = (inside,)
-        self._orders = division.orders
+        self._orders = orders
         self._plain = {id(parameter): _plain(parameter, receive) for parameter in inside.parameters()}
         self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
         self.holders = (*inside.parameters(), *self._plain.values())
         if pipeline is not None:  # autograd calls no hooks for gradients that a schedule computes by itself
-            plain = self._plain
+            hooks = [
+                (parameter, _HandOver(self._plain[id(parameter)], receive, divided=_is_divided(parameter)))
+                for parameter in inside.parameters()
+            ]
 
             def hand_over() -> None:
-                for parameter in inside.parameters():
-                    _hand_over(plain[id(parameter)], parameter, receive)
+                with DisableTorchFunction():
+                    for parameter, hook in hooks:
+                        if parameter.grad is not None:
+                            hook(parameter)
 
             pipeline.after_backward = hand_over
-            pipeline.weights = frozenset([*plain, *map(id, plain.values())])
+            pipeline.weights = frozenset([*self._plain, *map(id, self._plain.values())])
         self._is_fully_sharded = any(_is_divided(parameter, "data") for parameter in inside.parameters())
         self.training = inside.training
 
@@ -114,7 +113,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, whole, on all workers that hold a replica together; all must call it."""
-        if self._pipeline_group is not None:
+        if self.pipeline is not None:
             raise UsageError(
                 "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
                 "with ls.Model's fit, evaluate and predict"
@@ -159,7 +158,7 @@ class ShardedModule(nn.Module):
     def described(self) -> dict[str, Tensor]:
         """The whole model's state on the meta device, without values. All stages must call it."""
         local = {name: (tuple(value.shape), value.dtype) for name, value in self.inside.state_dict().items()}
-        group = self._pipeline_group
+        group = None if self.pipeline is None else self.pipeline.workers
         stages = [local] if group is None else all_gather_object(group, "the names of the weights", local)
         # Reversed, so that of a tied weight the first stage's entry stays.
         specs = {name: spec for stage in reversed(stages) for name, spec in stage.items()}
@@ -190,9 +189,9 @@ class ShardedModule(nn.Module):
 
     def pipeline_trace(self) -> PipelineTrace:
         """The actions of all workers of this pipeline in the last pass, by each host's clock. All must call it."""
-        if self.pipeline is None or self._pipeline_group is None:
+        if self.pipeline is None:
             raise UsageError("this model is no pipeline; ask for a pipeline trace where pipeline is above 1")
-        return self.pipeline.trace(self._pipeline_group)
+        return self.pipeline.trace()
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
@@ -216,31 +215,31 @@ class ShardedModule(nn.Module):
 
     def _from_stages(self, described: Tensor, local: Tensor | None) -> Tensor:
         """A whole tensor that this stage or another one holds."""
-        if self._pipeline_group is None:
+        if self.pipeline is None:
             assert local is not None
             return local
         # Stages that do not hold the tensor take part with no elements, for the gather is a collective of all stages.
         flat = torch.empty(0, dtype=described.dtype) if local is None else local.reshape(-1)
-        stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
+        stages = self.pipeline.workers.all_gather("a tensor of the model", flat, 0)
         return next((part for part in stages if part.numel()), flat).view(described.shape)
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
         """A tensor whole, in the order of the model's own."""
         if name not in self._orders or not isinstance(value, DTensor):
             return _whole(value)
-        order = torch.argsort(self._orders[name])
-        return _whole(value).index_select(ordered_dim(value), order.to(value.device))
+        order = self._orders[name]
+        return _whole(value).index_select(order.dim, torch.argsort(order.columns).to(value.device))
 
 
 def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     """A plain parameter over the memory of this worker's share of another one, which gets its gradients."""
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        if _is_divided(parameter):
+        if divided := _is_divided(parameter):
             # A hook on the plain tensor runs only if autograd reaches it by itself. The model computes with the DTensor
             # inside, so that is a loss that reads the weight (tests/strategies/test_parallel_statistics.py).
             plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
-        parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive, divided=divided))  # type: ignore[no-untyped-call]
     return plain
 
 
@@ -263,30 +262,27 @@ class _RefusedGradient:
 class _HandOver:
     """The hook by which a parameter inside hands its gradient over. Its class tells it from the hooks of a user."""
 
-    def __init__(self, plain: nn.Parameter, receive: Receive) -> None:
-        self._plain, self._receive = plain, receive
+    def __init__(self, plain: nn.Parameter, receive: Receive, *, divided: bool) -> None:
+        self._plain, self._divided, self._receive = plain, divided, receive
 
     def __call__(self, parameter: Tensor) -> None:
-        _hand_over(self._plain, parameter, self._receive)
+        # The step guard would take this look at .grad for a read by the step.
+        with DisableTorchFunction():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter
+                # it is one.
+                if gradient.placements != parameter.placements:
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            self._receive(self._plain, gradient, self._divided)
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
     """Whether this worker has a part only of a parameter inside."""
     return _is_divided(parameter)
-
-
-def _hand_over(plain: nn.Parameter, parameter: Tensor, receive: Receive) -> None:
-    # The step guard would take this look at .grad for a read by the step.
-    with DisableTorchFunction():
-        gradient, parameter.grad = parameter.grad, None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter it is
-        # one.
-        gradient = gradient.redistribute(placements=parameter.placements)
-    if gradient is not None:
-        local, divided = _local(gradient), _is_divided(parameter)
-        with DisableTorchFunction():
-            receive(plain, local, divided)
 
 
 def _whole(tensor: Tensor) -> Tensor:

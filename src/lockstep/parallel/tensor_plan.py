@@ -4,12 +4,13 @@
     head       vocabulary divided -> own logits -> the loss of all, or else the logits of the whole vocabulary
 
 Everything between these is whole, and alike, on all tensor ranks (Shoeybi et al. 2019, "Megatron-LM"), unless ranks
-divide the sequences. ``tensor_parallel`` applies a plan.
+divide the sequences. ``tensor_parallel`` applies what is planned here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
-from torch.distributed.tensor.placement_types import Placement
 
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError
@@ -27,21 +27,64 @@ from lockstep.parallel.model_specs import (
     GATHERED_STYLES,
     ModelSpec,
     base_name,
+    require_layers,
     require_model_spec,
     sizes_of,
     with_wildcards,
 )
-from lockstep.parallel.pipeline_stage import StandIn
 from lockstep.parallel.tensor_styles import (
     TOKENS,
-    Conv1DParallel,
     HookedOutput,
+    LocalLinear,
     LocalParameters,
-    SharedExpertOutput,
     WholeTokens,
+    is_plain_linear,
     sum_gradient,
     summed,
 )
+
+TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
+"""Names of modules, with "*" for any, and how each is divided; or "auto"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOrder:
+    """The order that a parameter is put into along its divided dim, so that equal shares hold a share of each output.
+
+    ``columns`` has the index, in the model's own order, of what stands in each place.
+    """
+
+    dim: int
+    columns: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDivision:
+    """How tensor ranks divide a model, by the full names of its modules and parameters."""
+
+    styles: Mapping[str, tp.ParallelStyle] = field(default_factory=dict)  # of modules
+    orders: Mapping[str, ColumnOrder] = field(default_factory=dict)  # of parameters, where it is not the model's own
+    scaled: Mapping[str, str] = field(default_factory=dict)  # modules, and an attribute that the degree divides
+    heads: tuple[str, ...] = ()  # linear layers that compute logits over the vocabulary
+    rank_rng: tuple[str, ...] = ()  # modules that draw random numbers for their own part
+    common_rng: tuple[str, ...] = ()  # modules inside those that draw alike on all tensor ranks
+    layers: tuple[str, ...] = ()  # the layers in which ranks divide the sequences; empty if they do not
+    has_plain_buffers: bool = False  # whether buffers of divided modules stay plain; else torch does as it likes
+
+    def within(self, modules: Collection[str]) -> TensorDivision:
+        """What concerns these modules alone, which one stage of a pipeline has."""
+        return replace(
+            self,
+            styles={name: style for name, style in self.styles.items() if name in modules},
+            orders={name: order for name, order in self.orders.items() if name.rpartition(".")[0] in modules},
+            scaled={name: attribute for name, attribute in self.scaled.items() if name in modules},
+            heads=tuple(name for name in self.heads if name in modules),
+            rank_rng=tuple(name for name in self.rank_rng if name in modules),
+            common_rng=tuple(name for name in self.common_rng if name in modules),
+        )
+
+
+WHOLE = TensorDivision()
 
 
 def column_order(width: int, parts: int, degree: int) -> Tensor:
@@ -56,6 +99,7 @@ _ON_EXPERTS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwi
 """By the style of a parameter with several dims: the dim that is divided. Features are before the last one."""
 _LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input", "rowwise_rep", *GATHERED_STYLES)
 _LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
+_SPLIT = (*_LOCAL_COLUMNS, "rowwise")  # which have divided units on the inner side
 _ON_OWN_UNITS = ("q_norm", "k_norm", "act_fn")  # whole weights beside them, which some plans leave out
 _PACKED = ("packed_colwise", "packed_rowwise")
 _EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
@@ -66,7 +110,7 @@ _IN_SEQUENCES = ("colwise", "packed_colwise", "rowwise", "embedding_rowwise", "r
 
 
 class DividedModel:
-    """The modules and parameters of one model that its spec divides, by full names: those that this stage has."""
+    """The modules and parameters of one whole model that its spec divides, by full names. Nothing is changed."""
 
     def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
@@ -75,8 +119,7 @@ class DividedModel:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         parameters = dict(module.named_parameters(remove_duplicate=False))
         styles = {name: style for name in self._modules if (style := self._style(name)) is not None}
-        # A stand-in for another stage's module has no parameters. A norm inside an embedding would be given one rank's
-        # term of the sum.
+        # A norm inside an embedding would be given one rank's term of the sum.
         self.modules = {
             name: style
             for name, style in styles.items()
@@ -101,8 +144,22 @@ class DividedModel:
     def _in_body(self, name: str) -> bool:
         return name.startswith(self._base)
 
-    def layers(self) -> list[nn.Module]:
-        return [self._modules[name] for name in self.layer_names()]
+    def division(self, degree: int, *, sequences: bool) -> TensorDivision:
+        """How ``degree`` ranks divide the model; with ``sequences``, what is between divided layers too."""
+        rank_rng, layers = self.rank_rng(), self.layer_names() if sequences else []
+        spec_scaled = self._spec.scaled or {}
+        wildcards = {name: with_wildcards(name.removeprefix(self._base)) for name in self._modules}
+        scaled = {name: spec_scaled[key] for name, key in wildcards.items() if key in spec_scaled}
+        return TensorDivision(
+            styles=self._torch_styles(sequences=sequences),
+            orders=self._orders(degree),
+            scaled={name: attribute for name, attribute in scaled.items() if hasattr(self._modules[name], attribute)},
+            heads=tuple(self.heads()),
+            rank_rng=(*rank_rng, *self.dropouts(layers)),
+            common_rng=() if sequences else tuple(self.dropouts(rank_rng)),
+            layers=tuple(layers),
+            has_plain_buffers=True,
+        )
 
     def layer_names(self) -> list[str]:
         layers = f"{self._base}{self._spec.layers}"
@@ -156,7 +213,7 @@ class DividedModel:
             owner = name.rpartition(".")[0]
             is_supported = style in _ON_EXPERTS and self.modules.get(owner) in _OWN_PARAMETERS
         elif style in _LINEAR_STYLES:
-            is_supported = isinstance(part, nn.Linear) or _is_conv1d(part)
+            is_supported = isinstance(part, nn.Linear) or (_is_conv1d(part) and style in _SPLIT)
         elif style == "moe_tp_experts":
             bare = [key for key, _ in part.named_parameters() if f"{name}.{key}" not in self.parameters]
             if bare:
@@ -199,40 +256,46 @@ class DividedModel:
             return 1
         return (self._spec.packed or {}).get(with_wildcards(name.removeprefix(self._base)), 2)
 
-    def reorder(self, degree: int) -> dict[str, Tensor]:
-        """Reorders what makes several outputs in one, so that equal shares hold a share of each; the orders."""
-        orders: dict[str, Tensor] = {}
-        for name, style in self.modules.items():
-            if style in _PACKED:
-                part = self._modules[name]
-                for key, parameter in part.named_parameters(recurse=False):
-                    dim = -1 if _is_conv1d(part) else 0
-                    orders[f"{name}.{key}"] = _reorder(parameter, dim, self._packed(name, style), degree)
-        for name, style in self.parameters.items():
-            if style in _PACKED:
-                parameter = self._module.get_parameter(name)
-                orders[name] = _reorder(parameter, _ON_EXPERTS[style], self._packed(name, style), degree)
+    def _orders(self, degree: int) -> dict[str, ColumnOrder]:
+        """Of what makes several outputs in one: the order in which equal shares hold a share of each."""
+        packed = [(name, style) for name, style in self.modules.items() if style in _PACKED]
+        places = [
+            (f"{name}.{key}", -1 if _is_conv1d(self._modules[name]) else 0, self._packed(name, style))
+            for name, style in packed
+            for key, _ in self._modules[name].named_parameters(recurse=False)
+        ]
+        places += [
+            (name, _ON_EXPERTS[style], self._packed(name, style))
+            for name, style in self.parameters.items()
+            if style in _PACKED
+        ]
+        orders = {}
+        for name, dim, parts in places:
+            shape = self._module.get_parameter(name).shape
+            place = max(dim, -len(shape)) % len(shape)
+            orders[name] = ColumnOrder(dim=place, columns=column_order(shape[place], parts, degree))
         return orders
 
-    def scale(self, degree: int) -> None:
-        """Divides the attributes that hold a number of units."""
-        for name, part in self._modules.items():
-            attribute = (self._spec.scaled or {}).get(with_wildcards(name.removeprefix(self._base)))
-            if attribute is not None and hasattr(part, attribute):
-                setattr(part, attribute, getattr(part, attribute) // degree)
-
-    def styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
+    def _torch_styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
         """How torch divides each module; with ``sequences``, the modules between them too."""
         heads = self.heads()
-        output = Shard(TOKENS) if sequences else Replicate()
-        styles = {name: self._torch_style(name, style, name in heads, output) for name, style in self.modules.items()}
+        styles = {
+            name: self._torch_style(name, style, is_head=name in heads, sequences=sequences)
+            for name, style in self.modules.items()
+        }
         return {**styles, **self._sequence_styles()} if sequences else styles
 
-    def _torch_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
+    def _torch_style(self, name: str, style: str, *, is_head: bool, sequences: bool) -> tp.ParallelStyle:
         part: Any = self._modules[name]
         whole = Replicate()
         if style in _LINEAR_STYLES:
-            return self._linear_style(name, style, is_head, output)
+            is_split = style in _SPLIT or is_head
+            if is_split and (is_plain_linear(part) or _is_conv1d(part)):
+                return LocalLinear(columns=style != "rowwise", tokens=sequences)
+            if not style.startswith("rowwise"):
+                return tp.ColwiseParallel(output_layouts=Shard(-1) if is_split else whole)
+            outputs = Shard(TOKENS) if sequences else whole
+            return tp.RowwiseParallel(input_layouts=Shard(-1) if is_split else whole, output_layouts=outputs)
         if style == "embedding_rowwise":
             return tp.RowwiseParallel(input_layouts=whole)
         if style == "embedding_colwise":
@@ -256,21 +319,6 @@ class DividedModel:
             },
             experts=style == "moe_tp_experts",
         )
-
-    def _linear_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
-        whole, split = Replicate(), Shard(-1)
-        output_layout = whole if style in GATHERED_STYLES and not is_head else split
-        input_layout = whole if style.endswith(("split_input", "rep")) else split
-        if _is_conv1d(self._modules[name]):
-            if style.startswith("rowwise"):
-                return Conv1DParallel(Shard(0), whole, inputs=input_layout, outputs=output)
-            return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=output_layout)
-        if not style.startswith("rowwise"):
-            return tp.ColwiseParallel(output_layouts=output_layout)
-        # Llama 4 adds the experts' outputs to the shared expert's in place.
-        has_experts_beside = f"{name.rsplit('.', 2)[0]}.experts" in self.modules
-        kind = SharedExpertOutput if has_experts_beside else tp.RowwiseParallel
-        return kind(input_layouts=input_layout, output_layouts=output)
 
     def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
         """The norms between divided layers take this rank's tokens, and the divided layers take all."""
@@ -303,23 +351,21 @@ def _sum_rotated_gradient(latent: Tensor, rotated: int, mesh: DeviceMesh) -> Ten
     return torch.cat([latent[..., :-rotated], sum_gradient(latent[..., -rotated:], mesh)], dim=-1)
 
 
-def _reorder(parameter: nn.Parameter, dim: int, parts: int, degree: int) -> Tensor:
-    order = column_order(parameter.shape[max(dim, -parameter.ndim)], parts, degree)
-    # Weights on the meta device are put in order when they get their values, by ``materialize``.
-    if not parameter.is_meta:
-        with torch.no_grad():
-            parameter.copy_(parameter.index_select(max(dim, -parameter.ndim), order.to(parameter.device)))
-    return order
+def plan_tensors(module: nn.Module, plan: TensorPlan, degree: int, *, sequences: bool = False) -> TensorDivision:
+    """How ``degree`` ranks divide a whole module, which stays as it is; raises a ConfigError if they cannot.
 
-
-TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
-"""Names of modules, with "*" for any, and how each is divided; or "auto"."""
-
-
-def check_plan(module: nn.Module, plan: TensorPlan, degree: int, *, sequences: bool) -> None:
-    """Raises a ConfigError if a whole module cannot be divided among ``degree`` ranks by the plan "auto"."""
-    if degree == 1 or plan != "auto":
-        return
+    ``sequences``: modules between divided layers work on a rank's part of the sequences; with the plan "auto".
+    """
+    if plan != "auto":
+        named = _named_styles(module, plan, degree)
+        if sequences:
+            raise ConfigError(
+                'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
+                "in your plan"
+            )
+        return TensorDivision(styles=named) if degree > 1 else WHOLE
+    if degree == 1:
+        return WHOLE
     model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
     if not model.modules:
         raise ConfigError(
@@ -329,15 +375,16 @@ def check_plan(module: nn.Module, plan: TensorPlan, degree: int, *, sequences: b
     model.check(degree)
     if sequences:
         model.check_sequences()
+        require_layers(module, "sequence_parallel=True")
+    return model.division(degree, sequences=sequences)
 
 
-def check_user_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
-    """Raises a ConfigError if a plan of the user's is none, or names no modules of the whole model that it fits."""
-    if plan == "auto":
-        return
+def _named_styles(module: nn.Module, plan: TensorPlan, degree: int) -> dict[str, tp.ParallelStyle]:
+    """The styles of a plan of the user's, by full names; ConfigError if it is none, or does not fit the module."""
     if not isinstance(plan, Mapping):
         raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
     module_names = [name for name, _ in module.named_modules()]
+    styles: dict[str, tp.ParallelStyle] = {}
     for pattern, style in plan.items():
         if not isinstance(style, tp.ParallelStyle):
             raise ConfigError(
@@ -347,12 +394,14 @@ def check_user_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
         named = [name for name in module_names if _matches(name, pattern)]
         for name in named:
             _check_user_style(name, module.get_submodule(name), style, degree)
+            styles[name] = LocalLinear.instead_of(style, module.get_submodule(name))
         if not named:
             near = get_close_matches(pattern, module_names, 3) or module_names[1:4]
             raise ConfigError(
                 f"tensor_plan names {pattern!r}, and {type(module).__name__} has no such module; give names of its "
                 f"modules, such as {', '.join(near)}"
             )
+    return styles
 
 
 def _check_weights(name: str, part: Any, plan: str) -> None:
@@ -382,12 +431,6 @@ def _check_user_style(name: str, part: nn.Module, style: tp.ParallelStyle, degre
     # torch takes the parts of a divided input for equal ones.
     if isinstance(style, tp.RowwiseParallel) and style.input_layouts == (Shard(-1),):
         check_divides("tensor", degree, (f"the in_features of {name!r}", part.in_features))
-
-
-def local_styles(module: nn.Module, plan: Mapping[str, tp.ParallelStyle]) -> dict[str, tp.ParallelStyle]:
-    """The part of a plan for modules that this stage of a pipeline has, by their full names."""
-    names = [name for name, part in module.named_modules() if not isinstance(part, StandIn)]
-    return {name: style for pattern, style in plan.items() for name in names if _matches(name, pattern)}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,7 +1,7 @@
 """How one module is divided among tensor ranks: styles for torch's ``parallelize_module`` beside those of torch itself.
 
-    WholeTokens, LocalParameters, HookedOutput, SharedExpertOutput, Conv1DParallel     one module each
-    SequenceSharding                                                                  the layers of a model
+    LocalLinear, WholeTokens, LocalParameters, HookedOutput     one module each
+    divide_sequences                                            the layers of a model
 
 ``tensor_plan`` chooses the style of each module. Sequences are divided as in Korthikanti et al. 2022:
 norms, dropout and residuals between divided layers work on a rank's own tokens. Sequences are whole before the first
@@ -10,72 +10,66 @@ layer of a stage and after its last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
-from lockstep._torch_compat import tree_map
+from lockstep._torch_compat import DisableTorchFunction, tree_map
 from lockstep.errors import DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 
 TOKENS = 1  # the dim of the sequence in hidden states
 
 
-class SequenceSharding:
+def divide_sequences(mesh: DeviceMesh, model: nn.Module, stages: Iterable[Sequence[str]]) -> None:
     """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
 
-    It takes all ``layers`` of the model, before any is cut off.
+    ``stages`` are the names of the layers of this worker's stages. Called before the model is cut into stages, whose
+    forwards go around those of the layers.
     """
+    model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    for layers in stages:
+        for name in dict.fromkeys([layers[0], layers[-1]] if layers else []):
+            _wrap(model.get_submodule(name), mesh, is_first=name == layers[0], is_last=name == layers[-1])
 
-    def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        self._mesh = mesh
-        # Weak, so that the layers that are cut off to other stages are freed.
-        self._layers = WeakSet(layers)
-        self._first: set[int] = set()
-        self._last: set[int] = set()
-        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
-        for layer in self._layers:
-            self._wrap(layer)
 
-    def set_stages(self, stages: Iterable[Iterable[nn.Module]]) -> None:
-        """Sets this worker's stages, each as modules of the model, its layers among them in order."""
-        runs = [run for parts in stages if (run := [part for part in parts if part in self._layers])]
-        self._first, self._last = {id(run[0]) for run in runs}, {id(run[-1]) for run in runs}
+def _wrap(layer: nn.Module, mesh: DeviceMesh, *, is_first: bool, is_last: bool) -> None:
+    forward: Callable[..., Any] = layer.forward
 
-    def _wrap(self, layer: nn.Module) -> None:
-        forward: Callable[..., Any] = layer.forward
+    def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(_part_of(hidden_states, mesh) if is_first else hidden_states, *args, **kwargs)
+        return _gathered(output, mesh) if is_last else output
 
-        def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if id(layer) in self._first:
-                hidden_states = self._divide(hidden_states)
-            output = forward(hidden_states, *args, **kwargs)
-            return self._gather(output) if id(layer) in self._last else output
+    layer.forward = wrapped
 
-        layer.forward = wrapped
 
-    def _divide(self, hidden: Tensor) -> Tensor:
-        ranks, tokens = self._mesh.size(), hidden.shape[TOKENS]
-        if tokens % ranks:
-            raise DataError(
-                f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
-                f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
-            )
-        return self._redistributed(hidden, Replicate(), Shard(TOKENS))
+def _part_of(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    ranks, tokens = mesh.size(), hidden.shape[TOKENS]
+    if tokens % ranks:
+        raise DataError(
+            f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
+            f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
+        )
+    return _redistributed(hidden, mesh, Replicate(), Shard(TOKENS))
 
-    def _gather(self, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._gather(output[0]), *output[1:])
-        return self._redistributed(output, Shard(TOKENS), Replicate())
 
-    def _redistributed(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
-        placed = DTensor.from_local(hidden, self._mesh, [before], run_check=False)
-        return placed.redistribute(placements=[after]).to_local()
+def _gathered(output: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(output, tuple):
+        return (_gathered(output[0], mesh), *output[1:])
+    return _redistributed(output, mesh, Shard(TOKENS), Replicate())
+
+
+def _redistributed(value: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
+    placed = DTensor.from_local(value, mesh, [before], run_check=False)
+    return placed.redistribute(placements=[after]).to_local()
 
 
 def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -126,7 +120,9 @@ class LocalParameters(tp.ParallelStyle):
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self._experts:
-                args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
+                args, kwargs = tree_map(
+                    lambda leaf: sum_gradient(leaf, device_mesh) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+                )
             parameters = {name: module._parameters[name] for name in self._placements}
             # Set on the dict of parameters for the call only: setattr would register new parameters, and optimizers and
             # the state_dict see the DTensors.
@@ -155,58 +151,131 @@ class HookedOutput(tp.ParallelStyle):
         return module
 
 
-def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' terms. All must call it."""
-    return (
-        DTensor.from_local(term, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+class LocalLinear(tp.ParallelStyle):
+    """A linear layer of which each rank computes some outputs (``columns``), or a term of all from some inputs.
 
+    It does what ColwiseParallel and RowwiseParallel do, on plain tensors: their DTensors take hundreds of Python calls
+    for each layer and microbatch. It also takes transformers' Conv1D, whose weight [in, out] is transposed.
 
-def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
-    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks'."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    # The forward is the tensor itself. Marked as Partial, its gradient is summed over the ranks, each of which has that
-    # of its own heads or experts.
-    return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-class SharedExpertOutput(tp.RowwiseParallel):
-    """A row linear whose output the model may change in place, as Llama 4 adds the experts' outputs to it."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        divided = super()._apply(module, device_mesh)
-        # torch gives a view of a DTensor's own memory, which autograd does not let anybody write to.
-        divided.register_forward_hook(lambda _, __, output: output.clone())
-        return divided
-
-
-class Conv1DParallel(tp.ParallelStyle):
-    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
-
-    The arguments are placements: ``weight`` Shard(1) divides the outputs, Shard(0) the inputs.
+    With ``tokens`` the outputs of rows are this rank's tokens, and not all.
     """
 
-    def __init__(self, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement) -> None:
-        self._parameters = {"weight": weight, "bias": bias}
-        self._inputs, self._outputs = inputs, outputs
+    def __init__(self, *, columns: bool, tokens: bool = False) -> None:
+        self._columns, self._tokens = columns, tokens
+
+    @staticmethod
+    def instead_of(style: tp.ParallelStyle, part: nn.Module) -> tp.ParallelStyle:
+        """This style in place of torch's for a plain linear layer with the layouts of the defaults; else torch's."""
+        whole, split = (Replicate(),), (Shard(-1),)
+        layouts = {tp.ColwiseParallel: (whole, split), tp.RowwiseParallel: (split, whole)}
+        if not is_plain_linear(part):
+            return style
+        if not isinstance(style, tp.ColwiseParallel | tp.RowwiseParallel) or not style.use_local_output:
+            return style
+        is_default = layouts.get(type(style)) == (style.input_layouts, style.output_layouts)
+        return LocalLinear(columns=isinstance(style, tp.ColwiseParallel)) if is_default else style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, placement in self._parameters.items():
-                whole = part.get_parameter(name)
-                # torch's ColwiseParallel and RowwiseParallel take nn.Linear and nn.Embedding only (torch 2.13:
-                # NotImplementedError).
-                placed = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
-                part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        # By its name: where a worker has several stages, the forward of a head is no longer the class's.
+        is_conv1d = type(module).__name__ == "Conv1D"
+        # The bias of rows is whole, and added once, to the sum.
+        for name in ("weight", "bias") if self._columns else ("weight",):
+            if (whole := module._parameters[name]) is not None:
+                dim = whole.ndim - 1 if is_conv1d else 0
+                placement = [Shard(dim if self._columns else 1 - dim)]
+                placed = distribute_tensor(whole, device_mesh, placement, src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        parameters: dict[str, Any] = module._parameters
+        local: Callable[..., Any] = _Local.apply
 
-        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            tensor = inputs[0]
-            if isinstance(tensor, DTensor):
-                return tensor
-            return DTensor.from_local(tensor, mesh, [self._inputs], run_check=False)
+        def product(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return F.linear(value, weight.t() if is_conv1d else weight, bias)
 
-        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.redistribute(placements=[self._outputs]).to_local()
+        def columns(value: Tensor) -> Tensor:
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            else:
+                value = sum_gradient(value, device_mesh)
+            return product(value, *local(parameters["weight"], parameters["bias"]))
 
-        return distribute_module(module, device_mesh, divide, take, give)  # type: ignore[arg-type]
+        def rows(value: Tensor) -> Any:
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[Shard(-1)]).to_local()
+            (weight,), bias = local(parameters["weight"]), parameters["bias"]
+            term = product(value, weight)
+            if self._tokens:
+                output = _redistributed(term, device_mesh, Partial(), Shard(TOKENS))
+                bias = None if bias is None else sum_gradient(bias, device_mesh)  # of which each rank has its tokens'
+            else:
+                output = summed(term, device_mesh)
+            if bias is None:
+                return output
+            with DisableTorchFunction():
+                whole = bias.to(output.dtype)  # under autocast the product has another one than the weights
+            return output + whole
+
+        module.forward = columns if self._columns else rows
+        return module
+
+
+def is_plain_linear(part: nn.Module) -> bool:
+    """Whether a module computes what nn.Linear does, and no more."""
+    return type(part).forward is nn.Linear.forward and "forward" not in vars(part)
+
+
+class _Local(torch.autograd.Function):
+    """This rank's shards of parameters, as ``DTensor.to_local`` gives them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor | None) -> tuple[Tensor | None, ...]:
+        ctx.parameters = parameters
+        with DisableTorchFunction():
+            shards: list[Tensor | None] = []
+            for whole in parameters:  # no comprehension: that is a call more, for each layer and microbatch
+                shards.append(None if whole is None else whole.to_local().detach())
+            return tuple(shards)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        divided: list[DTensor | None] = []
+        with DisableTorchFunction():
+            for like, local in zip(ctx.parameters, gradients, strict=True):
+                if local is None:
+                    divided.append(None)
+                    continue
+                mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+                placed = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+                divided.append(placed)
+        return tuple(divided)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, mesh: DeviceMesh) -> Tensor:
+        # The replica's function mode has nothing to do here, and is Python at each call.
+        with DisableTorchFunction():
+            total = term.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        with DisableTorchFunction():
+            return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Summed.forward(ctx, gradient, ctx.mesh), None
+
+
+summed: Callable[[Tensor, DeviceMesh], Tensor] = _Summed.apply
+"""The sum of all ranks' terms. All must call it."""
+sum_gradient: Callable[[Tensor, DeviceMesh], Tensor] = _SummedGradient.apply
+"""The same tensor, equal on all ranks, whose gradient is the sum of all ranks': each has that of its own part."""

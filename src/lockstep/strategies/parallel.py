@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,10 +22,7 @@ from lockstep.collectives.communicator import (
     Communicator,
     MeshCommunicator,
     SingleWorkerCommunicator,
-    all_gather_object,
     check_agreement,
-    error_text,
-    raise_gathered_errors,
 )
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -35,25 +31,14 @@ from lockstep.mirroring.gradients.parameter_hooks import call_in_backward, divid
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy
-from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
-from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
-from lockstep.parallel.model_specs import HasConfig, require_layers
+from lockstep.parallel.model_build import ModelBuilder
+from lockstep.parallel.model_plan import PlanSettings, plan_model
 from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
-from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import (
-    PipelineSplit,
-    Stage,
-    check_pipeline_split,
-    cut_to_stages,
-    layer_counts,
-    tied_ends,
-)
-from lockstep.parallel.pretrained import PretrainedWeights, open_weights
+from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
+from lockstep.parallel.pipeline_stage import PipelineSplit
 from lockstep.parallel.sharded_module import ShardedModule, is_divided
-from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, shard_layers, ties_of
-from lockstep.parallel.tensor_plan import DividedModel, TensorPlan, check_plan, check_user_plan
-from lockstep.parallel.tensor_styles import SequenceSharding
+from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, select_devices
@@ -152,8 +137,11 @@ class ParallelStrategy(ThreadedStrategy):
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
         self.layout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
-        _check_sharding(self.layout, shard_parameters=shard_parameters, sequence_parallel=sequence_parallel)
         pipelining = choose_pipeline_config(schedule, microbatches, self.layout.pipeline, stages_per_worker)
+        settings = PlanSettings(
+            layout=self.layout, pipelining=pipelining, shard_parameters=shard_parameters,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
         devices = select_devices([worker_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
@@ -172,11 +160,14 @@ class ParallelStrategy(ThreadedStrategy):
         torch_device = devices[0].torch_device
         self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=torch_device)
         self._rank_generator = replica_generator(stage_seed, -1 - job.workers.index)
-        self._parts = ModelParts(
-            self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters,
-            shard_optimizer=shard_optimizer, generator=self._rank_generator, device=torch_device, seed=seed,
-            sequence_parallel=sequence_parallel,
+        rank_seed = self._rank_generator.initial_seed()
+        builder = ModelBuilder(
+            settings=settings, workers=job.workers, pipeline=self._groups.pipeline, mesh=self._mesh,
+            device=torch_device, rng=TensorParallelRng(self._rank_generator, _on_gpu(torch_device, rank_seed)),
+            receive=call_in_backward,
         )  # fmt: skip
+        self._builder = builder
+        self._parts = ModelParts(self._groups, builder, shard_optimizer=shard_optimizer, seed=seed)
         view = self._groups.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
         super().__init__(
             devices, view, runner, self._exchange_of, partition=self._parts, replica_block=self._explaining
@@ -254,7 +245,7 @@ class ParallelStrategy(ThreadedStrategy):
     def _explaining(self) -> Iterator[None]:
         """A block around a replica's part of a run. It replaces an error of a broken connection by what broke it."""
         try:
-            with self._parts.draws.with_replica():
+            with self._builder.rng.with_replica():
                 yield
         except RuntimeError as error:
             # torch 2.13 raises this as a plain RuntimeError, which only its text tells from others.
@@ -267,19 +258,6 @@ class ParallelStrategy(ThreadedStrategy):
             if explained is None:
                 raise
             raise explained from error
-
-
-def _check_sharding(layout: MeshLayout, *, shard_parameters: bool, sequence_parallel: bool) -> None:
-    if shard_parameters and layout.pipeline > 1:
-        raise ConfigError(
-            "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
-            "for each microbatch; choose shard_optimizer=True in a pipeline"
-        )
-    if sequence_parallel and layout.tensor == 1:
-        raise ConfigError(
-            "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
-            " choose tensor=2 or more, or leave it out"
-        )
 
 
 _DIVISION = "_lockstep_division"
@@ -317,31 +295,18 @@ def _style_text(style: object) -> str:
 class ModelParts(PartitionPolicy):
     """This worker's parts of models.
 
-    ``mesh`` is None for a single worker, ``own`` the generator of random numbers for what this worker alone holds, and
-    ``seed`` that of the initial weights of models on the meta device.
+    ``seed`` is that of the initial weights of models on the meta device.
     """
 
-    def __init__(
-        self,
-        groups: MeshGroups,
-        mesh: WorkerMesh | None,
-        *,
-        pipelining: PipelineConfig,
-        shard_parameters: bool,
-        shard_optimizer: bool,
-        generator: torch.Generator,
-        device: torch.device,
-        seed: int,
-        sequence_parallel: bool,
-    ) -> None:
-        self._groups, self._layout, self._coordinate, self._mesh = groups, groups.layout, groups.coordinate, mesh
-        self._pipelining, self._device = pipelining, device
-        self.parts = mesh is not None
-        self._holds_parts = shard_optimizer or shard_parameters or max(groups.layout.pipeline, groups.layout.tensor) > 1
-        self.shards_weights = shard_parameters and groups.layout.data > 1
-        self.draws = TensorParallelRng(generator, _on_gpu(device, generator.initial_seed()))
+    def __init__(self, groups: MeshGroups, builder: ModelBuilder, *, shard_optimizer: bool, seed: int) -> None:
+        self._groups, self._layout, self._coordinate = groups, groups.layout, groups.coordinate
+        self._builder, self._settings = builder, builder.settings
+        self.parts = builder.mesh is not None
+        self._holds_parts = (
+            shard_optimizer or self._settings.shard_parameters or max(groups.layout.pipeline, groups.layout.tensor) > 1
+        )
+        self.shards_weights = self._settings.shards_weights
         self._seed, self._drawn = seed, 0
-        self._sequence_parallel = sequence_parallel
         # Weak: a part lives as long as its model, and this policy as long as the strategy.
         self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
 
@@ -389,7 +354,7 @@ class ModelParts(PartitionPolicy):
         """Divides a module, once; see ``ParallelStrategy.parallelize``. Every worker must call it."""
         part = module if isinstance(module, ShardedModule) else self._part_of(module)
         if part is None:
-            part = self._parts[id(module)] = self._divided(module, plan, split, weights)
+            part = self._parts[id(module)] = self._planned_and_built(module, plan, split, weights)
             module.__dict__[_DIVISION] = DivisionOf(self, part, _arguments(plan, split))
             return part
         if weights is not None:
@@ -401,6 +366,21 @@ class ModelParts(PartitionPolicy):
                 "it once, or with the same arguments, or make the model anew"
             )
         return part
+
+    def _planned_and_built(
+        self, module: nn.Module, tensors: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
+    ) -> ShardedModule:
+        """This worker's part of a module. An error of the plan leaves the module as it was, on all workers."""
+        if self._layout.tensor > 1 or self.shards_weights:
+            for parameter, hook in hooked(module.parameters()):
+                # torch puts new parameters in place of these, which the hooks would not be called for.
+                raise divided_error(parameter, hook)
+        plan = plan_model(module, self._settings, self._coordinate, tensors, split)
+        blank = f"{plan.deferred} tensors on the meta device"
+        check_agreement(self._groups.job, "the model", [*signature(module), blank])
+        # Counted, so that two models whose modules have the same names begin with different weights.
+        self._drawn += plan.deferred > 0
+        return self._builder.build(module, plan, seed=f"{self._seed}/model {self._drawn}", weights=weights)
 
     def _part_of(self, module: nn.Module) -> ShardedModule | None:
         """The part that a module was divided to; None if it is whole. Raises UsageError if it cannot be used here."""
@@ -457,126 +437,6 @@ class ModelParts(PartitionPolicy):
 
     def _divided_ids(self) -> frozenset[int]:
         return frozenset().union(*(part.divided for part in self._parts.values()))
-
-    def _divided(
-        self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
-    ) -> ShardedModule:
-        if self._layout.tensor > 1 or self.shards_weights:
-            for parameter, hook in hooked(module.parameters()):
-                # torch puts new parameters in place of these, which the hooks would not be called for.
-                raise divided_error(parameter, hook)
-        # First all checks, on the whole module: an error leaves it as it was, and is raised on all workers before a
-        # weight is sent (tests/strategies/test_parallel_modules.py).
-        check_user_plan(module, plan, self._layout.tensor)
-        check_pipeline_split(split)
-        check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
-        cut = self._cut_of(module, split)
-        first = self._first_weights(module)
-        stored = None if weights is None else open_weights(weights, module, self._groups.job)
-        if self._mesh is None:
-            self._fill(module, first, WHOLE, stored)
-            move_to_device(module, self._device)
-            return ShardedModule(module, receive=call_in_backward)
-        # Names and ties are those of the whole model, so they are read before it is cut. Then sequences, which wrap the
-        # layers of all stages; stages; tensor ranks; and FSDP, which shards what tensor ranks have divided.
-        names, ties = list(module.state_dict()), ties_of(module)
-        sequences = self._sequences_of(module, plan, self._mesh)
-        stages = cut()
-        division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
-        if sequences is not None:
-            sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
-        self._fill(module, first, division, stored)
-        self.draws.apply_to(module, division.rank_rng, division.common_rng)
-        if self.shards_weights:
-            from lockstep.parallel.fsdp import shard_fully  # torch's FSDP, which few ask for
-
-            shard_fully(module, self._mesh.mesh["data"])
-        # After FSDP, which has moved the parameters that it shards, unit by unit.
-        move_to_device(module, self._device)
-        if not stages:
-            return ShardedModule(module, division, names=names, ties=ties, receive=call_in_backward)
-        tied, group = self._tied_of(module, ties), self._groups.pipeline
-        assert group is not None
-        pipeline = Pipeline(
-            stages,
-            self._pipelining,
-            group=self._mesh.mesh.get_group("pipeline"),
-            workers=group,
-            device=self._device,
-        )
-        return ShardedModule(
-            module,
-            division,
-            names=names,
-            ties=ties,
-            pipeline_group=group,
-            tied=tied,
-            pipeline=pipeline,
-            receive=call_in_backward,
-        )
-
-    def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:
-        """Finds where a model is cut, by its spec or a trace of its forward. Returns a function that cuts it."""
-        pipelining, worker = self._pipelining, self._coordinate.stage
-        if pipelining.workers == 1:
-            return tuple
-        if isinstance(module, HasConfig) and (split == "auto" or isinstance(split[0], int)):
-            counts = layer_counts(module, split, pipelining)
-            return partial(cut_to_stages, module, counts, pipelining, worker)
-        from lockstep.parallel.pipeline_graph import plan_graph  # torch.fx, which few need
-
-        return partial(plan_graph(module, split, pipelining).cut, pipelining.stages_of(worker))
-
-    def _first_weights(self, module: nn.Module) -> DeferredInit | None:
-        """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""
-        tensors = [*module.parameters(), *module.buffers()]
-        present = [tensor for tensor in tensors if not tensor.is_meta]
-        blank = f"{len(tensors) - len(present)} tensors on the meta device"
-        check_agreement(self._groups.job, "the model", [*signature(module), blank])
-        with torch.no_grad():
-            self._groups.job.broadcast("the chief's weights", present)
-        if len(present) == len(tensors):
-            return None
-        # Counted, so that two models whose modules have the same names begin with different weights.
-        self._drawn += 1
-        return DeferredInit(module, f"{self._seed}/model {self._drawn}")
-
-    def _fill(
-        self,
-        module: nn.Module,
-        first: DeferredInit | None,
-        division: TensorSharding,
-        stored: PretrainedWeights | None,
-    ) -> None:
-        """Gives this worker's tensors their values, if they have none or are in files. Every worker must call it."""
-        fill = partial(materialize, module, first, division.orders, self._device)
-        if stored is None:
-            fill()
-        else:
-            raise_gathered_errors(self._groups.job, "the weights", error_text(lambda: fill(stored)))
-
-    def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
-        """How the layers divide the sequences. Called before the module is cut into stages, which wrap it."""
-        if not self._sequence_parallel:
-            return None
-        if plan != "auto":
-            raise ConfigError(
-                'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
-                "in your plan"
-            )
-        model = DividedModel(module, require_layers(module, "sequence_parallel=True"))
-        return SequenceSharding(mesh.mesh["tensor"], module, model.layers())
-
-    def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
-        """For each weight that another stage holds too, the first of its names here."""
-        group = self._groups.pipeline
-        names_here = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        workers = [] if group is None else all_gather_object(group, "the names of the stages", sorted(names_here))
-        return [
-            next(name for name in names if name in names_here)
-            for names in tied_ends(ties, workers)
-            if names_here & set(names)
-        ]
 
 
 def _on_gpu(device: torch.device, seed: int) -> DeviceRng | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep._torch_compat import tree_leaves, tree_map
+from lockstep._torch_compat import DisableTorchFunction, tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
@@ -202,16 +202,16 @@ def _pipeline_sums(
     def add(outputs: Any, part: slice) -> Tensor:
         """Adds the microbatch of these rows, on the worker that has the last stage, and returns its total loss."""
         number = part.stop - part.start
-        y, weight = map_leaves(
-            lambda _, leaf: take_rows(leaf, part.start, number) if leaf_has_rows(leaf) else leaf,
-            (batch.y, batch.sample_weight),
-        )
-        microbatch = LabelledBatch(batch.x, y, weight)
+        with DisableTorchFunction():  # nothing is computed here
+            microbatch = LabelledBatch(
+                batch.x, _rows(batch.y, part.start, number), _rows(batch.sample_weight, part.start, number)
+            )
         total, count = _loss_sums(setup, state, outputs, microbatch, number)
         _update_metrics(setup, state, outputs, microbatch, number)
-        if trains:
-            _check_graph(total)
-        sums.append((total.detach(), count))
+        with DisableTorchFunction():
+            if trains:
+                _check_graph(total)
+            sums.append((total.detach(), count))
         return total
 
     _check_microbatches(batch.x)
@@ -220,10 +220,21 @@ def _pipeline_sums(
     with setup.precision.autocast(), keep_logits_sharded():
         (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
     totals, counts = zip(*sums, strict=True)
-    return sum(totals), sum(counts)
+    with DisableTorchFunction():
+        return sum(totals), sum(counts)
+
+
+def _rows(values: Any, start: int, size: int) -> Any:
+    """The rows of a structure, such as the targets of a shard, that belong to a microbatch."""
+    # What targets mostly are comes first, without a walk: this is done for each microbatch.
+    if values is None or (type(values) is Tensor and values.ndim):
+        return None if values is None else take_rows(values, start, size)
+    return map_leaves(lambda _, leaf: take_rows(leaf, start, size) if leaf_has_rows(leaf) else leaf, values)
 
 
 def _check_microbatches(x: Any) -> None:
+    if type(x) is Tensor and is_plain(x):  # what inputs mostly are, without a walk
+        return
     for name, leaf in named_leaves(x):
         if leaf_has_rows(leaf) and not is_plain(leaf):
             kind = "list of rows" if isinstance(leaf, (list, tuple)) else type(leaf).__name__
@@ -263,7 +274,7 @@ def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: Labe
         # exchange that others wait for there.
         return no_examples(min(floating, key=Tensor.numel))  # without elements: a loss that the module computed is NaN
     context = replica_of_step()
-    sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
+    sharded = setup.module.pipeline is not None or context.num_replicas_in_sync > 1
     if setup.config.loss_takes_tensors:
         outputs = logits_of(outputs)
     state.losses += 1

@@ -112,11 +112,18 @@ def holders_of(weight: nn.Parameter, partition: PartitionPolicy) -> tuple[nn.Par
 
 def call_in_backward(weight: nn.Parameter, gradient: Tensor, divided: bool) -> None:
     """Adds to a weight the gradient that its source in a part has got, by the weight's hooks, as autograd does."""
-    for _, hook in hooked((weight,)) if divided else ():
-        raise divided_error(weight, hook)
-    gradient = _through(_users(weight._backward_hooks), gradient)
+    users: list[Any] = []
+    for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            # As ``_is_users``, written out: this is done for each weight and microbatch of a divided model.
+            if type(hook) is HookAtUpdate or not type(hook).__module__.startswith("lockstep."):
+                users.append(hook)
+    if divided and users:
+        raise divided_error(weight, users[0])
+    if users:
+        gradient = _through(_users(weight._backward_hooks), gradient)
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    for hook in _users(_post_hooks(weight)):
+    for hook in _users(_post_hooks(weight)) if users else ():
         hook(weight)
 
 
