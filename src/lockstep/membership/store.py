@@ -144,11 +144,12 @@ class StoreClient:
         except TimeoutError:
             raise StoreSilentError(f"no answer within {timeout_s:.3g} s") from None
 
-    def close(self) -> None:
-        """Ends the thread, or leaves it to the interpreter if it hangs in a call. Idempotent."""
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
+        """Ends the thread, or leaves it to the interpreter if it hangs in a call. Idempotent. Whether it has ended."""
         self._calls.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _work(self, connect: Callable[[], Store]) -> None:
         store: Store | None = None
