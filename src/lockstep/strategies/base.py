@@ -252,12 +252,13 @@ class Strategy(ABC):
     def _view_run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Run:
         """Divides the arguments among the local replicas."""
         arguments, replicas = (tuple(args), dict(kwargs or {})), len(self.devices)
+        views = [self._view(arguments, replica) for replica in range(replicas)]  # refuses another strategy's values
         shards, distributed = shard_leaves(arguments, replicas)
         return Run(
             strategy=self,
             fn=fn,
             arguments=arguments,
-            views=[self._view(arguments, replica) for replica in range(replicas)],
+            views=views,
             shards=shards,
             rows=list(map(first_rows, shards)),
             distributed=distributed,
