@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lockstep.checkpoint.format import flatten, unflatten
+from lockstep.data.attribute_state import SourceAttributes
 from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import DataError
 
@@ -533,6 +534,22 @@ def test_what_does_not_decide_the_order_is_not_warned_of(split_cpu: Any) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(DistributedDataset(loader, split_cpu(1)), 1, save_at=(0, -1))
+
+
+def test_what_a_collator_of_transformers_sets_for_a_warning_is_not_warned_of() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    rows = [{"input_ids": [1] * (1 + number % 3)} for number in range(ROWS)]
+    collate = transformers.DataCollatorWithPadding(tokenizer)
+    loader = DataLoader(rows, BATCH, collate_fn=collate)
+    attributes = SourceAttributes(loader)
+    begun = attributes.look()
+    next(iter(loader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attributes.state(begun, rows="unknown") == []  # as for the Trainer's checkpoint within an epoch
 
 
 def test_an_attribute_that_never_changes_is_the_program_s(split_cpu: Any) -> None:

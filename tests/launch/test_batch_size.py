@@ -87,14 +87,15 @@ def holding(mb_per_row: int) -> Any:
 @pytest.mark.workers
 def test_real_allocations_are_measured_and_kept_below_the_limit():
     # A trial begins with the packages that this process has imported: over 400 MB where transformers is one of them.
-    found = ls.find_batch_size(holding(8), aim="memory", memory_limit_mb=1000)
-    resting_mb = found.trials[0].memory["cpu"][0] - 8 * 8
-    fitting = (0.9 * 1000 - resting_mb) / 8
+    found = ls.find_batch_size(holding(8), aim="memory", start=4, memory_limit_mb=1000, margin=0.2)
+    resting_mb = found.trials[0].memory["cpu"][0] - 8 * 4
+    fitting = (0.8 * 1000 - resting_mb) / 8
     assert fitting * 15 / 16 - 2 <= found.batch_size <= fitting + 1
     assert f"batch size {found.batch_size}" in str(found)
     refused = [trial for trial in found.trials if not trial.fits]
     assert refused
     assert all(trial.reason for trial in refused)
+    assert found.trials[0].rows == 4
 
 
 @pytest.mark.workers
@@ -123,6 +124,8 @@ def test_a_killed_trial_does_not_fit_and_other_failures_are_raised_as_they_are()
     assert "in step" in str(raised.value.__cause__)  # the traceback in the fresh process
     with pytest.raises(ReplicaError, match=r"the trial of 8 rows .* ended with exit code 3"):
         ls.find_batch_size(gone)
+    with pytest.raises(ReplicaError, match=r"the trial of 1 rows ended without a result: .* timeout_s"):
+        ls.find_batch_size(lambda: lambda rows: signal.pause(), start=1, timeout_s=1.0)
 
 
 class Doubling(Model):

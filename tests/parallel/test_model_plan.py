@@ -89,7 +89,7 @@ def test_stages_and_styles_are_names_of_modules_and_each_weight_has_its_workers(
     for worker, plan in enumerate(plans):
         assert plan.stages == (("0", "1"), ("2", "3"))
         assert plan.numbers == (worker // 2,)
-        assert {name.partition(".")[0] for name in plan.held} == set(plan.stages[worker // 2])
+        assert {name.partition(".")[0] for name in plan.weights} == set(plan.stages[worker // 2])
         assert set(plan.tensors.styles) == {f"{block}.{name}" for block in range(4) for name in ("up", "down")}
         assert isinstance(plan.tensors.styles["3.up"], LocalLinear)  # in place of torch's, for the same layouts
         assert plan.names == tuple(blocks().state_dict())
@@ -105,7 +105,7 @@ def test_the_plan_of_a_model_of_transformers_has_its_ties_and_the_order_of_its_c
     )
     assert first.ties == (("transformer.wte.weight", "lm_head.weight"),)
     assert (first.tied, last.tied) == (("transformer.wte.weight",), ("lm_head.weight",))
-    assert "transformer.wpe.weight" in first.held - last.held
+    assert "transformer.wpe.weight" in first.weights - last.weights
     assert first.tensors.orders["transformer.h.1.attn.c_attn.weight"].columns[:8].tolist() == [*range(4), *range(8, 12)]
     assert first.tensors.scaled == {f"transformer.h.{layer}.attn": "split_size" for layer in range(2)}
 

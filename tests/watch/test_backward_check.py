@@ -176,9 +176,9 @@ def whitened(model: nn.Module, x: Tensor) -> Tensor:
     return (features - features.mean(0)) / (features.std(0, correction=0) + 0.1)
 
 
-def dice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def dice(model: nn.Module, x: Tensor, y: Tensor, *dims: int) -> Tensor:
     chances, labels = model(x).softmax(1), F.one_hot(y, 3)
-    loss: Tensor = 1 - 2 * (chances * labels).sum(0) / (chances.sum(0) + labels.sum(0))
+    loss: Tensor = 1 - 2 * (chances * labels).sum(*dims) / (chances.sum(*dims) + labels.sum(*dims))
     return loss.sum()
 
 
@@ -193,7 +193,8 @@ OVER_ROWS: dict[str, Loss] = {
     "largest": lambda model, x, y: per_row(model, x, y).topk(2).values.sum() / 8,
     "softmax over the rows": lambda model, x, y: (model(x).softmax(0) * F.one_hot(y, 3)).sum() / 8,
     "correlation": lambda model, x, y: ((z := model(x)).T @ z / 8).square().sum(),
-    "dice of each class": dice,
+    "dice": dice,
+    "dice of each class": lambda model, x, y: dice(model, x, y, 0),
     "prototypes": lambda model, x, y: F.cross_entropy(prototypes(model, x, y), y, reduction="sum") / 8,
     "normalised advantages": lambda model, x, y: (per_row(model, x, y) * (x[:, 0] / x[:, 0].std())).sum() / 8,
     "mixed with its neighbours": lambda model, x, y: per_row(model, 0.7 * x + 0.3 * x.flip(0), y).sum() / 8,

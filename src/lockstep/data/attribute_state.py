@@ -59,6 +59,9 @@ _WITHOUT_STATE = frozenset(
 _WHOLE = frozenset(["builtins", "itertools", "torch", "numpy", "pandas", "pyarrow", "datasets"])
 """Packages whose objects are not looked into, but for torch's samplers and datasets: another object is a change."""
 _NO_OBJECTS = frozenset(["builtins", "collections", "functools", "itertools", "types", "torch", "numpy"])
+_NO_STATE = frozenset(["deprecation_warnings"])
+"""Attributes that decide nothing: what was said already. DataCollatorWithPadding (transformers 5.23) sets and resets an
+item of its tokenizer's at each batch, and every checkpoint within an epoch warned of it."""
 _MAX_PLACES = 20_000  # in one source: looking at one takes about 2 us
 _MAX_PARTS = 1_000  # of a container that holds objects
 _MAX_LINKED = 2_000  # objects behind one at the greatest depth, as of a ring
@@ -137,7 +140,7 @@ class Look:
     def _add(self, place: _Value, depth: int, *, all_values: bool) -> None:
         """Adds one value, and those that are in it; only generators unless ``all_values``."""
         value = place.value
-        if len(self.values) > _MAX_PLACES:
+        if len(self.values) > _MAX_PLACES or (place.kind == "attribute" and place.key in _NO_STATE):
             return
         if all_values and _is_object(value) and len(self.pointers) <= _MAX_PLACES:
             if depth > _MAX_DEPTH:

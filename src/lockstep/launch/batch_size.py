@@ -28,7 +28,7 @@ import torch
 
 from lockstep import config, console
 from lockstep.atomic_files import atomic_write
-from lockstep.checks import check_choice, check_number
+from lockstep.checks import ABOVE_ZERO, check_choice, check_number
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.data.structure import map_leaves, named_leaves
 from lockstep.errors import ClusterError, ConfigError, DeviceMemoryError, ReplicaError
@@ -47,12 +47,6 @@ Step = Callable[[int], object]
 """Runs one training step with a batch of so many rows."""
 Aim = Literal["memory", "speed"]
 
-MARGIN = 0.1
-"""The part of a memory limit that a size must leave free."""
-TOLERANCE = 0.02
-"""A size is as fast as another if it has no less than this part fewer rows per second."""
-TIMEOUT_S = 600.0
-"""The seconds that a trial may take."""
 SHARE_OF_AVAILABLE = 0.8
 """Without ``memory_limit_mb``: the part of the host's available memory that its workers may take together."""
 _FINE = 16  # the search ends where the largest size that fits is known to 1/16, less than the margin
@@ -95,6 +89,7 @@ class Bounds:
     largest: int | None = None
     multiple_of: int = 1
     aim: Aim = "memory"
+    tolerance: float = 0.02
 
     def at_most(self, rows: int) -> int:
         """The largest multiple that is not above ``rows`` and the bounds; ``rows`` itself if there is none."""
@@ -109,7 +104,7 @@ def next_size(trials: Sequence[Trial], bounds: Bounds) -> int | None:
     if fails is None:
         rates = [trial.rows_per_s for trial in trials]
         # For speed: whether the last two sizes brought no more rows per second than smaller ones.
-        is_level = len(rates) > 2 and max(rates[-2:]) <= (1 + TOLERANCE) * max(rates[:-2])
+        is_level = len(rates) > 2 and max(rates[-2:]) <= (1 + bounds.tolerance) * max(rates[:-2])
         size = fits if is_level and bounds.aim == "speed" else bounds.at_most(2 * fits or bounds.start)
     else:
         is_close = fails - fits <= max(bounds.multiple_of, fits // _FINE)
@@ -122,7 +117,7 @@ def best_trial(trials: Sequence[Trial], bounds: Bounds) -> Trial | None:
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.rows)
     if bounds.aim == "memory":
         return fitting[-1] if fitting else None
-    least = max((trial.rows_per_s for trial in fitting), default=0) / (1 + TOLERANCE)
+    least = max((trial.rows_per_s for trial in fitting), default=0) / (1 + bounds.tolerance)
     return next((trial for trial in fitting if trial.rows_per_s >= least), None)
 
 
@@ -166,19 +161,22 @@ def find_batch_size(
     x: Any = None,
     y: Any = None,
     *,
+    start: int | None = None,
     largest: int | None = None,
     aim: Aim | None = None,
+    tolerance: float = 0.02,
     memory_limit_mb: float | None = None,
+    margin: float = 0.1,
     strategy: Strategy | None = None,
     cache: str | os.PathLike[str] | None = None,
     key: str | None = None,
+    timeout_s: float = 600.0,
 ) -> BatchSize:
     """Finds the global batch that fills the devices and does not run out of memory. Every worker must call it.
 
     Each size is tried in a fresh process on every worker, so nothing of the model, the optimizer, the random numbers or
-    the devices changes here, and running out of memory ends a trial and not this process. The search begins with 8 rows
-    per replica. A size must leave a tenth of each memory limit free. The learning rate is left alone: whether and how
-    to scale it with the batch is a decision about the training.
+    the devices changes here, and running out of memory ends a trial and not this process. The learning rate is left
+    alone: whether and how to scale it with the batch is a decision about the training.
 
     Args:
         model: a compiled ``ls.Model``, whose steps are those of ``fit``. Or, for a loop of your own, a function that is
@@ -186,46 +184,58 @@ def find_batch_size(
             a batch of so many rows. Of several workers, each tries its share of the global batch on its own devices.
         x: with a Model, the inputs of some rows, as for ``fit``; give the longest ones.
         y: with a Model, the targets of these rows.
+        start: the first size; 8 rows per replica if None.
         largest: the largest size of interest, such as the rows of the training data; None for the rows of ``x`` with
             a Model, and no bound with a function.
         aim: "memory" for the largest size that fits, to 1/16; "speed" for the smallest whose rows per second are within
-            2% of the best of those that fit. None is "memory" on GPUs and "speed" on CPUs, where a larger batch takes
-            longer in proportion from some size on, and a smaller one makes more updates.
+            ``tolerance`` of the best of those that fit. None is "memory" on GPUs and "speed" on CPUs, where a larger
+            batch takes longer in proportion from some size on, and a smaller one makes more updates.
+        tolerance: a fraction of the rows per second.
         memory_limit_mb: MB of this worker's whole process on the host; None for 0.8 of what is available there, divided
             among the host's workers. On a GPU the limit is what is free on it, or the ``memory_limit`` of its share.
+        margin: the part of each memory limit that a size must leave free.
         strategy: with a function, the strategy whose replicas share a batch, and whose workers agree; None is the one
             in scope, or one device.
         cache: a folder for the trials; a search with the same model, devices and settings uses them, as long as their
             memory is free. None keeps none.
         key: with a function and ``cache``, a name that changes when what it builds does.
+        timeout_s: the seconds that a trial may take.
 
     Raises:
         DeviceMemoryError: not even the smallest size fits.
         ConfigError: a value is not valid; a model that workers divide, or that cannot be pickled.
         UsageError: the model is not compiled.
-        ReplicaError: a trial's process ended by itself, or took longer than ten minutes.
+        ReplicaError: a trial's process ended by itself, or took longer than ``timeout_s``.
         Exception: whatever else a trial raises is raised as it is; on other workers it is a ClusterError.
     """
     strategy = model.strategy if isinstance(model, Model) else strategy or get_strategy()
     workers, replicas = strategy.workers, strategy.num_replicas_in_sync
+    check_number("start", start, least=1, whole=True)
     check_number("largest", largest, least=1, whole=True)
+    check_number("tolerance", tolerance, least=0, most=1, optional=False)
     check_number("memory_limit_mb", memory_limit_mb, least=1)
+    check_number("margin", margin, least=0, most=0.9, optional=False)
+    check_number("timeout_s", timeout_s, least=ABOVE_ZERO, optional=False)
     aim = aim or ("memory" if strategy.devices[0].kind == "GPU" else "speed")
     check_choice("aim", aim, ("memory", "speed"))
     if isinstance(model, Model):
         model, rows, key = _made_anew(model, x, y)
         largest = largest or rows
-    bounds, call = Bounds(start=8 * replicas, largest=largest, multiple_of=replicas, aim=aim), _pickled(model)
+    start = start or 8 * replicas
+    bounds = Bounds(start=start, largest=largest, multiple_of=replicas, aim=aim, tolerance=tolerance)
+    call = _pickled(model)
     hosts = all_gather_object(workers, "hosts of a batch size", socket.gethostname())
     host_mb = memory_limit_mb or SHARE_OF_AVAILABLE * available_mb() / hosts.count(hosts[workers.index])
-    search = (key, bounds, workers.replicas, memory_limit_mb, config.list_logical_devices(), torch.__version__)
+    search = (key, bounds, workers.replicas, memory_limit_mb, margin, config.list_logical_devices(), torch.__version__)
     name = f"batch-size-{hashlib.sha256(repr(search).encode()).hexdigest()[:16]}.json"
     file = None if cache is None or key is None else Path(cache).expanduser() / name
-    trials = _stored(workers, file, host_mb)
-    is_cached, share = bool(trials), workers.replicas[workers.index] / replicas
+    share = workers.replicas[workers.index] / replicas
+    process = TrialProcess(call=call, share=share, host_mb=host_mb, margin=margin, timeout_s=timeout_s)
+    trials = _stored(workers, file, (1 - margin) * host_mb)
+    is_cached = bool(trials)
     # Every worker follows the same search, because each trial's result is that of all workers (``_agreed``).
     while not is_cached and (size := next_size(trials, bounds)) is not None:
-        trials.append(_agreed(workers, call, size, share, host_mb))
+        trials.append(_agreed(workers, process, size))
     if (best := best_trial(trials, bounds)) is None:
         raise DeviceMemoryError(
             f"not even a global batch of {trials[-1].rows} fits: {trials[-1].reason}; use shorter examples, a smaller"
@@ -237,11 +247,11 @@ def find_batch_size(
     return BatchSize(batch_size=best.rows, per_replica=per_replica, aim=aim, trials=tuple(trials), cached=is_cached)
 
 
-def _agreed(workers: Communicator, call: bytes, rows: int, share: float, host_mb: float) -> Trial:
+def _agreed(workers: Communicator, process: TrialProcess, rows: int) -> Trial:
     """The trial of all workers at the same time, since those of one host share its memory. All must call it."""
     trial, error = Trial(rows=rows, fits=False), None
     try:
-        trial = _tried(call, rows, math.ceil(rows * share), host_mb)
+        trial = process.run(rows)
     # The collective below must be reached by all workers: an error that left before it would have the others wait.
     except Exception as raised:  # noqa: BLE001  raised below, once the others know of it
         error = raised
@@ -261,49 +271,66 @@ def _agreed(workers: Communicator, call: bytes, rows: int, share: float, host_mb
     return Trial(rows=rows, fits=not reason, seconds=seconds, memory=memory, reason=reason)
 
 
-def _tried(call: bytes, rows: int, local_rows: int, host_mb: float) -> Trial:
-    """Tries a size, of which ``local_rows`` are this worker's, in a fresh process, which has ended on return."""
-    preloaded = (__name__, *(name for name in _SLOW_IMPORTS if name in sys.modules))
-    job = FunctionJob(workers=1, limits=Limits(timeout_s=TIMEOUT_S), preloaded=preloaded)
-    try:
-        trial: Trial = job.run(_measured, (call, local_rows, host_mb, torch.get_num_threads()), {})
-        return replace(trial, rows=rows)
-    except ClusterError as error:
-        cause = error.__cause__
-        if cause is not None and is_out_of_memory(cause):
-            return Trial(rows=rows, fits=False, reason=(str(cause) or type(cause).__name__).splitlines()[0])
-        if isinstance(cause, Exception) and not isinstance(cause, WorkerTraceback):
-            raise cause  # noqa: B904  its own cause is the traceback in the fresh process
-        if cause is None and str(error).endswith(_KILLED):
-            return Trial(rows=rows, fits=False, reason="its process was killed, as where memory ends")
-        raise ReplicaError(f"the trial of {rows} rows ended without a result: {error}") from cause
+@dataclass(frozen=True, kw_only=True)
+class TrialProcess:
+    """How this worker tries sizes: each in a fresh process.
 
+    Args:
+        call: the pickled function that makes the step.
+        share: this worker's part of a global batch.
+        host_mb: MB that the process may take on the host.
+        margin: the part of each limit that is left free.
+        timeout_s: the seconds that a trial may take.
+    """
 
-def _measured(call: bytes, rows: int, host_mb: float, threads: int) -> Trial:
-    """In the fresh process: the memory and the seconds of a step with the rows of this worker."""
-    os.environ.pop("TF_CONFIG", None)  # of this worker's job; the trial is of one worker
-    torch.set_num_threads(threads)
-    gpus = [(gpu, driver) for gpu in config.list_logical_devices("GPU") if (driver := driver_of(gpu)) is not None]
-    free = {gpu.torch_device: driver.free_and_total(gpu.torch_device)[0] / MB for gpu, driver in gpus}
-    if not gpus:  # CUDA reserves addresses that would count
-        _limit_memory(host_mb)
-    build, _, _ = deserialize(call)
-    step: Step = build()
-    seconds: list[float] = []
-    while len(seconds) <= _UNTIMED or (len(seconds) < _MOST_STEPS and sum(seconds[_UNTIMED:]) < _ENOUGH_S):
-        began = time.perf_counter()
-        step(rows)
-        seconds.append(time.perf_counter() - began)
-    # The kernel's own peak: tensors that were freed within the step count, which looks from outside would miss.
-    memory = {"cpu": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, host_mb]}
-    for gpu in config.list_logical_devices("GPU"):  # as build has divided them
-        if (driver := driver_of(gpu)) is not None:
-            # A share's memory is that of its stream; of a whole GPU the allocator knows the peak of all tensors.
-            peak = driver.peak(gpu.torch_device) if gpu.memory_limit is None else driver.pool(gpu).reserved
-            memory[gpu.name] = [peak / MB, gpu.memory_limit or free[gpu.torch_device]]
-    above = [name for name, (peak, limit) in memory.items() if peak > (1 - MARGIN) * limit]
-    reason = f"{above[0]} needs more than {1 - MARGIN:.0%} of its limit" if above else ""
-    return Trial(rows=rows, fits=not above, seconds=min(seconds[_UNTIMED:]), memory=memory, reason=reason)
+    call: bytes
+    share: float
+    host_mb: float
+    margin: float
+    timeout_s: float
+
+    def run(self, rows: int) -> Trial:
+        """Tries a size in a fresh process, which has ended on return."""
+        preloaded = (__name__, *(name for name in _SLOW_IMPORTS if name in sys.modules))
+        job = FunctionJob(workers=1, limits=Limits(timeout_s=self.timeout_s), preloaded=preloaded)
+        try:
+            trial: Trial = job.run(self.measure, (math.ceil(rows * self.share), torch.get_num_threads()), {})
+            return replace(trial, rows=rows)
+        except ClusterError as error:
+            cause = error.__cause__
+            if cause is not None and is_out_of_memory(cause):
+                return Trial(rows=rows, fits=False, reason=(str(cause) or type(cause).__name__).splitlines()[0])
+            if isinstance(cause, Exception) and not isinstance(cause, WorkerTraceback):
+                raise cause  # noqa: B904  its own cause is the traceback in the fresh process
+            if cause is None and str(error).endswith(_KILLED):
+                return Trial(rows=rows, fits=False, reason="its process was killed, as where memory ends")
+            raise ReplicaError(f"the trial of {rows} rows ended without a result: {error}") from cause
+
+    def measure(self, rows: int, threads: int) -> Trial:
+        """In the fresh process: the memory and the seconds of a step with the rows of this worker."""
+        os.environ.pop("TF_CONFIG", None)  # of this worker's job; the trial is of one worker
+        torch.set_num_threads(threads)
+        gpus = [(gpu, driver) for gpu in config.list_logical_devices("GPU") if (driver := driver_of(gpu)) is not None]
+        free = {gpu.torch_device: driver.free_and_total(gpu.torch_device)[0] / MB for gpu, driver in gpus}
+        if not gpus:  # CUDA reserves addresses that would count
+            _limit_memory(self.host_mb)
+        build, _, _ = deserialize(self.call)
+        step: Step = build()
+        seconds: list[float] = []
+        while len(seconds) <= _UNTIMED or (len(seconds) < _MOST_STEPS and sum(seconds[_UNTIMED:]) < _ENOUGH_S):
+            began = time.perf_counter()
+            step(rows)
+            seconds.append(time.perf_counter() - began)
+        # The kernel's own peak: tensors that were freed within the step count, which looks from outside would miss.
+        memory = {"cpu": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, self.host_mb]}
+        for gpu in config.list_logical_devices("GPU"):  # as build has divided them
+            if (driver := driver_of(gpu)) is not None:
+                # A share's memory is that of its stream; of a whole GPU the allocator knows the peak of all tensors.
+                peak = driver.peak(gpu.torch_device) if gpu.memory_limit is None else driver.pool(gpu).reserved
+                memory[gpu.name] = [peak / MB, gpu.memory_limit or free[gpu.torch_device]]
+        above = [name for name, (peak, limit) in memory.items() if peak > (1 - self.margin) * limit]
+        reason = f"{above[0]} needs more than {1 - self.margin:.0%} of its limit" if above else ""
+        return Trial(rows=rows, fits=not above, seconds=min(seconds[_UNTIMED:]), memory=memory, reason=reason)
 
 
 def _limit_memory(more_mb: float) -> None:
@@ -319,7 +346,7 @@ def _limit_memory(more_mb: float) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _stored(workers: Communicator, file: Path | None, host_mb: float) -> list[Trial]:
+def _stored(workers: Communicator, file: Path | None, most_mb: float) -> list[Trial]:
     """An earlier search's trials, as the chief reads them, if every host has their memory. All workers must call it."""
     stored: list[dict[str, Any]] = []
     if file is not None and workers.leads:
@@ -327,7 +354,7 @@ def _stored(workers: Communicator, file: Path | None, host_mb: float) -> list[Tr
             stored = json.loads(file.read_text())
     trials = [Trial(**values) for values in all_gather_object(workers, "cached batch size", stored)[0]]
     peaks = [use[0] for trial in trials if trial.fits for name, use in trial.memory.items() if name.endswith("cpu")]
-    fits = max(peaks, default=0) <= (1 - MARGIN) * host_mb
+    fits = max(peaks, default=0) <= most_mb
     return trials if all(all_gather_object(workers, "memory of the cached batch size", fits)) else []
 
 

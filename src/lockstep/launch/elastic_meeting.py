@@ -455,7 +455,8 @@ class ElasticMeeting(LauncherRendezvous):
         """Leaves the job. The first launcher, with which the store ends, lets the others leave before."""
         self._is_over.set()
         self._beats.join(CALL_TIMEOUT_S + _BEAT_S)
-        with suppress(StoreLostError):
+        # What a stranger has written into the store must not hide why the job ends.
+        with suppress(StoreLostError, ClusterError):
             self._link.set(_host_key("host", self._hosts.index), "")
             if self._server is not None:
                 self._let_others_leave()

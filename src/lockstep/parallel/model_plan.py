@@ -55,10 +55,9 @@ class ModelPlan:
     names: tuple[str, ...]  # of the whole model's state, in its order
     ties: tuple[tuple[str, ...], ...]  # the names of each weight that has several, in the order of ``names``
     stages: tuple[tuple[str, ...], ...]  # the modules of each stage of a pipeline, and tensors outside of these
-    held: frozenset[str]  # the weights that this worker holds, or a part of each
-    tied: tuple[
-        str, ...
-    ]  # those that another stage holds too, by the first of their names here, in the same order there
+    weights: frozenset[str]  # those of this worker, whole or a part of each
+    # Those that another stage has too, by the first of their names here; the other stage has them in the same order.
+    tied: tuple[str, ...]
     tensors: TensorDivision  # of the whole model; a stage has its part of it
     deferred: int  # tensors on the meta device, whose initial values are made when the model is built
     cut: StageCut | None  # cuts the model down to some stages; None without a pipeline
@@ -89,14 +88,14 @@ def plan_model(
             f"pipeline_split={split!r} leaves worker {workers.index(set())} of the pipeline without a weight to train; "
             "choose other names or numbers, or fewer stages"
         )
-    held = workers[worker.stage]
-    common = [names for names in tied_ends(ties, workers) if not held.isdisjoint(names)]
+    weights = workers[worker.stage]
+    common = [names for names in tied_ends(ties, workers) if not weights.isdisjoint(names)]
     return ModelPlan(
         names=tuple(module.state_dict()),
         ties=tuple(map(tuple, ties)),
         stages=stages,
-        held=frozenset(held),
-        tied=tuple(next(name for name in names if name in held) for names in common),
+        weights=frozenset(weights),
+        tied=tuple(next(name for name in names if name in weights) for names in common),
         tensors=division,
         deferred=sum(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())),
         cut=cut,

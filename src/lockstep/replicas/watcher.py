@@ -68,7 +68,7 @@ class Differentiation:
         roots = kwargs.get("tensors", kwargs.get("outputs", args[0] if args else ()))
         is_grad = func is torch.autograd.grad
         inputs = kwargs.get("inputs", args[1] if is_grad and len(args) > 1 else None)
-        return cls(listed(roots), None if inputs is None else listed(inputs), is_grad)
+        return cls(as_sequence(roots), None if inputs is None else as_sequence(inputs), is_grad)
 
 
 class Watcher:
@@ -154,7 +154,7 @@ def _differentiates(watchers: Sequence[Watcher], replica: int, func: Any, args: 
     return PROCEED
 
 
-def listed(values: Any) -> Sequence[Any]:
+def as_sequence(values: Any) -> Sequence[Any]:
     """``values``, or the one value, as a sequence."""
     if isinstance(values, dict):
         return list(values.values())

@@ -274,18 +274,11 @@ class Strategy(ABC):
     @contextmanager
     def _moments(self, run: Run, watchers: Sequence[Watcher]) -> Iterator[None]:
         """A block around the run: the moments of its watchers, of whom the last to begin is the first to end."""
-        if not watchers:
+        with ExitStack() as ends:
+            for watcher in watchers:
+                watcher.run_begins(run)
+                ends.push(partial(_end_moments, watcher, run))
             yield
-            return
-        watcher, *others = watchers
-        watcher.run_begins(run)
-        try:
-            with self._moments(run, others):
-                yield
-        except BaseException as error:
-            watcher.run_ended(run, error)
-            raise
-        watcher.run_ended(run, None)
 
     def _bodies(self, run: Run, watchers: Sequence[Watcher]) -> list[Callable[[], Any]]:
         """What each replica calls: the user's function, within the moments of the watchers if there are any."""
@@ -536,6 +529,10 @@ class ThreadedStrategy(Strategy):
         if self._replica_block is not nullcontext:
             bodies = [partial(_run_within, self._replica_block, body) for body in bodies]
         return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run))
+
+
+def _end_moments(watcher: Watcher, run: Run, _: object, error: BaseException | None, __: object) -> None:
+    watcher.run_ended(run, error)
 
 
 def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:

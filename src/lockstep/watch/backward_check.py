@@ -26,7 +26,7 @@ from lockstep._torch_compat import DisableTorchFunction, disable_dispatch_modes,
 from lockstep.collectives.communicator import call_site
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.watcher import PROCEED, Differentiation, Run, TorchCalled, Watcher, listed
+from lockstep.replicas.watcher import PROCEED, Differentiation, Run, TorchCalled, Watcher, as_sequence
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
 from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
@@ -46,6 +46,7 @@ with torch.inference_mode(False), torch.enable_grad():  # the import may be in a
     )
     _MEANS, _ITEM_SUMS = _kinds(_x.mean(), _x.mean(0)), _kinds(_x.sum(), _x.sum(0))
     _LISTS = _kinds(torch.stack([_x, _x]), torch.cat([_x, _x]))
+    _PARTS = _kinds(_x.unsqueeze(0), _x[0])
     _LEAF = type((_x + 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
@@ -72,6 +73,7 @@ class Passes:
     losses: list[list[Term]] = field(default_factory=list)  # the terms of each
     gradients: dict[str, list[torch.Size]] = field(default_factory=dict)
     """Shapes of those from torch.autograd.grad, by the line of the call."""
+    is_quotient: bool = False  # whether a loss is divided by a sum over rows
     calls_collectives: bool = False
     """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
     batch, of labels or events, that happens to be the number of the shard's rows."""
@@ -87,6 +89,7 @@ class Passes:
             # A loss that is differentiated twice, with retain_graph=True, is one loss.
             if root is not None and not any(root is earlier for earlier in self._roots):
                 self._roots.append(root)
+                self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
                 self._add(_terms(root), saved=saved)
 
     def begins_again_at(self, tensors: Sequence[Any]) -> None:
@@ -152,6 +155,7 @@ def loss_warnings(
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )
+    quotient = enough and all(replica_passes.is_quotient for replica_passes, _ in active)
     if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
@@ -163,8 +167,9 @@ def loss_warnings(
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
         )
-    if mixing is not None and not (is_mean and mixing.is_mean):
-        yield f"compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}"
+    combined = mixing is not None and not (is_mean and mixing.is_mean)
+    if combined or (quotient and not is_mean):
+        yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
     lines = dict.fromkeys(line for replica_passes in passes for line in replica_passes.gradients)
     if lines:
         yield (
@@ -280,6 +285,54 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
     return int(inputs.shape[0]) if isinstance(inputs, Tensor) and inputs.ndim else None
 
 
+def _divides_by_a_sum(root: Any) -> bool:
+    """Whether a loss is divided by a sum over rows that depends on weights, as a Dice loss is.
+
+    The copies of ``rows`` do not tell of it where the sum is the same for any rows, as that of softmax is.
+    """
+    visited, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        following = [child for child, _ in node.next_functions]
+        if type(node) in _DIVISIONS and len(following) == 2 and _sums_over_rows(following[1]):
+            return True
+        waiting += [child for child in following if child is not None and child not in visited]
+        visited.update(waiting)
+    return False
+
+
+def _sums_over_rows(node: Any) -> bool:
+    """Whether a number is a sum over the first dimension of what is no weight, also with a number added."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if type(node) in _SUMS | _SCALES | _SAME | _PARTS:
+            waiting += [child for child, _ in node.next_functions]
+        elif type(node) in _ITEM_SUMS:
+            sizes = _saved(node, "_saved_self_sym_sizes")
+            if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
+                return True
+    return False
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a function gives a weight, or a view of one."""
+    while node is not None and type(node) is not _LEAF:
+        following = [child for child, _ in node.next_functions]
+        if len(following) != 1:
+            return False
+        node = following[0]
+    return node is not None
+
+
+def _goes_over_the_first(node: Any, dims: int) -> bool:
+    reduced_dims = _saved(node, "_saved_dim")
+    if reduced_dims is None or reduced_dims == ():
+        return True
+    # torch 2.13 saves dims as unsigned numbers: -1 is 2**64 - 1.
+    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in as_sequence(reduced_dims))
+
+
 def _digest(root: Any) -> int | None:
     """A digest of a term's graph and saved tensors; None if its gradient may depend on anything else."""
     digest, weights, binary, has_tensors = 0, False, False, False
@@ -298,7 +351,7 @@ def _digest(root: Any) -> int | None:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [item for item in listed(value) if isinstance(item, Tensor)]
+            tensors = [item for item in as_sequence(value) if isinstance(item, Tensor)]
             # A tensor of no rows, or whose memory is freed, has no values to compare.
             if any(tensor.numel() == 0 or not tensor.untyped_storage().size() for tensor in tensors):
                 return None

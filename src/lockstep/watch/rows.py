@@ -50,7 +50,7 @@ from lockstep.collectives.communicator import call_site
 from lockstep.introspection import is_kind
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
-from lockstep.replicas.watcher import BACKWARDS, Differentiation, listed
+from lockstep.replicas.watcher import BACKWARDS, Differentiation, as_sequence
 from lockstep.watch.calls_on_copies import CONTAINERS, Call, Followed, items_of, leaves_of
 from lockstep.watch.read_numbers import ReadNumbers
 
@@ -497,7 +497,9 @@ class RowWatch:
         weights = args[1] if len(args) > 1 and func is not torch.autograd.grad else None
         weights = kwargs.get("gradient", kwargs.get("grad_tensors", kwargs.get("grad_outputs", weights)))
         with torch.no_grad(), self._rng.aside():
-            for root, weight in zip(roots, [None] * len(roots) if weights is None else listed(weights), strict=False):
+            for root, weight in zip(
+                roots, [None] * len(roots) if weights is None else as_sequence(weights), strict=False
+            ):
                 followed = self._get(root) if isinstance(root, Tensor) else None
                 if followed is not None and root.is_floating_point():
                     self._compare(root, weight, followed)

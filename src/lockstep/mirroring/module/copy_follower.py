@@ -232,13 +232,13 @@ class CopyFollower:
 
     def _begin_run(self) -> None:
         if self._snapshot.objects:
-            self._snapshot = self._snapshot.with_objects(held=False)
+            self._snapshot = self._snapshot.with_objects(present=False)
         self._watched.forget_windows()
         self._in_run = True
 
     def _end_run(self) -> None:
         if self._snapshot.objects:
-            self._snapshot = self._snapshot.with_objects(held=True)
+            self._snapshot = self._snapshot.with_objects(present=True)
         self._in_run = False
 
     # Bringing differences to the copies.

@@ -160,7 +160,7 @@ class Snapshot:
             content=[value.copy() if type(value) in _FLAT else value for value in content],
         )
 
-    def with_objects(self, *, held: bool) -> Snapshot:
+    def with_objects(self, *, present: bool) -> Snapshot:
         """The same with the present objects in attributes, or without any.
 
         Without, for the time of a run: it would keep tensors alive that the step drops, such as features.
@@ -169,7 +169,7 @@ class Snapshot:
         for at, key in self.objects:
             if former[at] is self.former[at]:
                 former[at] = former[at].copy()
-            former[at][key] = self.live[at].get(key) if held else None
+            former[at][key] = self.live[at].get(key) if present else None
         return replace(self, former=former)
 
     def is_current(self) -> bool:

@@ -97,9 +97,6 @@ def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]
 
 def build_collator(task: ReviewsTask) -> Any:
     """Returns a collator that pads a batch to its longest row, and to a multiple of 8 for the matrix kernels."""
-    # The collator sets this for each batch, and resets it (transformers 5). A checkpoint in an epoch would warn of it,
-    # as of something that decides which rows come next.
-    task.tokenizer.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
     return require("transformers", "text").DataCollatorWithPadding(task.tokenizer, pad_to_multiple_of=8)
 
 
