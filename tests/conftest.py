@@ -93,8 +93,9 @@ def _threads() -> set[threading.Thread]:
 def _left(before: set[threading.Thread]) -> list[threading.Thread]:
     """Threads started since, still alive after what nobody holds has been collected and a bounded time to end."""
     fresh = [t for t in _threads() - before if not t.name.startswith(SHARED_THREADS)]
-    if fresh:
-        gc.collect()
+    # What a tensor holds through C++ is dropped by the collection after the one that drops the tensor.
+    while any(thread.is_alive() for thread in fresh) and gc.collect():
+        pass
     for thread in fresh:
         thread.join(GRACE_S)
     return [thread for thread in fresh if thread.is_alive()]

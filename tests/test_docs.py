@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote, unquote, urlsplit
@@ -208,6 +209,22 @@ def test_every_variable_that_is_read_is_in_the_reference():
     names = {"ALPS", "MVAPICH", "MVAPICH2", "PALS", "SLURM"}  # of launchers, in messages
     assert {text for text in texts - names - documented if not text.startswith(families)} == set()
     assert all(name in texts or any(text.startswith(name) for text in texts) for name in documented)
+
+
+def test_what_examples_and_pages_import_from_here_exists():
+    sources = {path: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    for page in PAGES:
+        sources[page] = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+    found = {
+        (path, package, name.split()[0])
+        for path, source in sources.items()
+        for package, names in re.findall(r"^ *from (lockstep[\w.]*) import ([\w ,]+)$", source, re.M)
+        for name in names.split(",")
+    }
+    assert len(found) > 30
+    for path, package, name in sorted(found):  # read, not imported: not every machine has Keras or transformers
+        spec = find_spec(package)
+        assert spec and spec.origin and re.search(rf"\b{name}\b", Path(spec.origin).read_text()), f"{path}: {name}"
 
 
 def test_commands_that_do_not_run_could():

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from lockstep_tools.recipes.text.corpus import python_text, read_wikitext
+from lockstep_tools.recipes.text.corpus import python_text, read_folder
 from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, encode, new_tokenizer
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, POSITIONS = 2, 128, 2, 512, 512
@@ -29,7 +29,7 @@ def main() -> None:
     """Trains, validates after each epoch, and tests."""
     args = parse_arguments()
     keras.utils.set_random_seed(0)
-    text = read_wikitext(args.data) if args.data else python_text()
+    text = read_folder(args.data) if args.data else python_text()
     settings = WordPieceSettings(vocabulary=args.vocabulary)
     tokenizer = new_tokenizer(text.train, settings, max_tokens=args.sequence_length)
     train = MaskedLines(text.train, tokenizer, args, shuffled=True)

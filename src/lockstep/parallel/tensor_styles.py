@@ -11,6 +11,7 @@ layer of a stage and after its last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -185,23 +186,23 @@ class LocalLinear(tp.ParallelStyle):
                 placement = [Shard(dim if self._columns else 1 - dim)]
                 placed = distribute_tensor(whole, device_mesh, placement, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-        parameters: dict[str, Any] = module._parameters
         local: Callable[..., Any] = _Local.apply
 
         def product(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return F.linear(value, weight.t() if is_conv1d else weight, bias)
 
-        def columns(value: Tensor) -> Tensor:
+        def columns(part: nn.Module, value: Tensor) -> Tensor:
             if isinstance(value, DTensor):
                 value = value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             else:
                 value = sum_gradient(value, device_mesh)
-            return product(value, *local(parameters["weight"], parameters["bias"]))
+            return product(value, *local(part._parameters["weight"], part._parameters["bias"]))
 
-        def rows(value: Tensor) -> Any:
+        def rows(part: nn.Module, value: Tensor) -> Any:
             if isinstance(value, DTensor):
                 value = value.redistribute(placements=[Shard(-1)]).to_local()
-            (weight,), bias = local(parameters["weight"]), parameters["bias"]
+            (weight,) = local(part._parameters["weight"])
+            bias: Tensor | None = part._parameters["bias"]
             term = product(value, weight)
             if self._tokens:
                 output = _redistributed(term, device_mesh, Partial(), Shard(TOKENS))
@@ -214,7 +215,8 @@ class LocalLinear(tp.ParallelStyle):
                 whole = bias.to(output.dtype)  # under autocast the product has another one than the weights
             return output + whole
 
-        module.forward = columns if self._columns else rows
+        # A method, so that a copy of the module (copy.deepcopy) computes with its own weights.
+        module.forward = MethodType(columns if self._columns else rows, module)
         return module
 
 
@@ -272,7 +274,7 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Summed.forward(ctx, gradient, ctx.mesh), None
+        return summed(gradient, ctx.mesh), None  # ``apply``, so that a gradient of gradients is summed too
 
 
 summed: Callable[[Tensor, DeviceMesh], Tensor] = _Summed.apply
