@@ -54,6 +54,11 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     ]
     assert "data    text: train 50 lines, valid 10 lines, test 10 lines\n" in done.stdout
     assert "3 replicas against one device" in done.stdout
+    table = re.search(
+        "hidden tokens of the test text, .*; the surest, each answer once:\n\n.+\n.+\n((?:.+\n)+)", done.stdout
+    )
+    answers = [line.split()[1] for line in table[1].splitlines()]
+    assert len(set(answers)) == len(answers)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
