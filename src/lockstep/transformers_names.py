@@ -38,7 +38,7 @@ def _names_in_call(traceback: TracebackType | None, name: str) -> set[object]:
 
     Python raises before the called function has a frame, so the last frame of the traceback is that of the call. The
     names are the keys of a dict of the caller's that it may pass with ``**``, or constants of the caller's code: one
-    tuple for a call, and one by one for a call of more than 15 arguments (Python 3.11 to 3.13, Python/compile.c).
+    tuple for a call, or one by one where a call has more than 15 (Python 3.11 to 3.13, Python/compile.c).
     """
     if traceback is None:
         return set()

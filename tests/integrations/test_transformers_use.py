@@ -19,6 +19,8 @@ from lockstep.errors import ConfigError, DataError  # noqa: E402
 from lockstep.integrations.transformers import Trainer  # noqa: E402
 from lockstep.transformers_names import TRAINING_ARGUMENTS  # noqa: E402
 
+TrainingArguments = transformers.TrainingArguments
+
 
 def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **settings: Any) -> Any:
     args = tiny.arguments(str(folder), 2, **settings)
@@ -67,7 +69,8 @@ def with_keywords() -> Any:
 
 
 def with_many_keywords() -> Any:
-    return transformers.TrainingArguments(
+    # By its plain name: a call of more than 15 keywords is compiled in another way than the call of an attribute.
+    return TrainingArguments(
         output_dir="out",
         num_train_epochs=1,
         learning_rate=1e-3,
