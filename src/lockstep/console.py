@@ -125,6 +125,11 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n\n".join(tables)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 line``, ``128 lines``."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def is_number(cell: str) -> bool:
     """Whether a cell of a table is a number, or stands for one."""
     text = cell.replace(",", "").removesuffix("%")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import TracebackType
 
 TRAINING_ARGUMENTS: Mapping[str, str] = {
     "evaluation_strategy": "write eval_strategy=",
@@ -20,7 +21,30 @@ _UNKNOWN = re.compile(r"TrainingArguments\.__init__\(\) got an unexpected keywor
 
 
 def note_of(error: BaseException) -> str | None:
-    """What to write in place of an argument that ``TrainingArguments`` has refused; None for any other error."""
+    """What to write in place of the arguments that ``TrainingArguments`` refuses; None for any other error.
+
+    Python's message names the first of them alone. The others of the same call follow it, a line each.
+    """
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
-    advice = None if unknown is None else TRAINING_ARGUMENTS.get(unknown[1])
-    return None if unknown is None or advice is None else f"{unknown[1]} is of transformers 4; {advice}"
+    if unknown is None or unknown[1] not in TRAINING_ARGUMENTS:
+        return None
+    refused, passed = unknown[1], _names_in_call(error.__traceback__, unknown[1])
+    names = [refused, *(name for name in TRAINING_ARGUMENTS if name in passed and name != refused)]
+    return "\n".join(f"{name} is of transformers 4; {TRAINING_ARGUMENTS[name]}" for name in names)
+
+
+def _names_in_call(traceback: TracebackType | None, name: str) -> set[object]:
+    """The names of the arguments of the call that failed because of ``name``; too many where they cannot be told apart.
+
+    Python raises before the called function has a frame, so the last frame of the traceback is that of the call. The
+    names are the keys of a dict of the caller's that it may pass with ``**``, or constants of the caller's code: one
+    tuple for a call, or one by one where a call has more than 15 (Python 3.11 to 3.13, Python/compile.c).
+    """
+    if traceback is None:
+        return set()
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    values, constants = traceback.tb_frame.f_locals.values(), traceback.tb_frame.f_code.co_consts
+    groups: list[Iterable[object]] = [value for value in values if isinstance(value, dict) and name in value]
+    groups = groups or [value for value in constants if isinstance(value, tuple) and name in value] or [constants]
+    return set().union(*groups)

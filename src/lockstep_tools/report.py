@@ -54,7 +54,10 @@ def epochs_table(history: History) -> str:
 
 
 def write_history(history: History, path: str | os.PathLike[str]) -> Path:
-    """Writes a CSV file, whole or not at all: a row for each epoch, from 1, with all logs and times of the steps."""
+    """Writes a CSV file, whole or not at all: a row for each epoch, from 1, with all logs and times of the steps.
+
+    The times of an epoch that was interrupted and resumed are those of its steps after that.
+    """
     columns = _epoch_columns(history, without=())
     rows = [[epoch + 1, *(column.get(epoch, "") for column in columns.values())] for epoch in history.epoch]
     text = StringIO()

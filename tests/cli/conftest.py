@@ -56,6 +56,32 @@ def train_on_two_workers(run_lockstep: Run, tmp_path: Path) -> Callable[..., Non
 
 
 @pytest.fixture
+def check_batch_size(tmp_path: Path) -> Callable[..., int]:
+    """``check_batch_size("batch_size", first, second)``: the global batch that the first run on two replicas has found.
+
+    The second run has taken it from the cache in ``out`` and trained the same. The first argument is the setting.
+    """
+
+    def check(setting: str, first: subprocess.CompletedProcess[str], second: subprocess.CompletedProcess[str]) -> int:
+        assert (first.returncode, first.stderr, second.returncode, second.stderr) == (0, "", 0, "")
+        (one,), (two,) = (
+            re.findall(r"batch size (\d+) \((\d+) per replica\)", done.stdout) for done in (first, second)
+        )
+        assert one == two
+        size, per_replica = map(int, one)
+        assert size == 2 * per_replica
+        assert ", from the cache" not in first.stdout
+        assert ", from the cache" in second.stdout
+        record = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
+        assert record["configuration"][setting] == (per_replica if setting.startswith("per_device") else size)
+        fingerprints = {re.search("fingerprint (.*)", done.stdout)[1] for done in (first, second)}
+        assert fingerprints == {record["fingerprint"]}
+        return size
+
+    return check
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], str]:
     """``write(text)``: a program of that text, where the command runs."""
 

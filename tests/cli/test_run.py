@@ -42,25 +42,65 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
     assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
 
 
+def shown_on_terminal(*words: str, columns: int, folder: Path) -> str:
+    """What ``lockstep run`` writes to a terminal of that width."""
+    terminal, shown = pty.openpty()
+    termios.tcsetwinsize(shown, (24, columns))
+    command = [sys.executable, "-m", "lockstep_tools.cli", "run", "--quiet", *words]
+    # readline, which pytest imports, sets COLUMNS past os.environ, and so do programs that other tests ran.
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(command, stdout=shown, cwd=folder, env=environment)
+    os.close(shown)
+    text = b""
+    try:
+        # Read while it runs: a terminal takes a few kilobytes, and then whoever writes waits.
+        with suppress(OSError):  # which a terminal that nobody has open any more ends with
+            while part := os.read(terminal, 1000):
+                text += part
+        assert process.wait(timeout=LIMIT_S) == 0
+    finally:
+        os.close(terminal)
+        process.kill()
+        process.wait()
+    return text.decode()
+
+
+FIT = """
+import torch
+import lockstep as ls
+
+with ls.MultiWorkerMirroredStrategy(["cpu:0"]).scope():
+    model = ls.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+model.fit([(torch.ones(4, 2), torch.ones(4, 1))] * 3, epochs=2)
+model.strategy.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("output", "bars", "prefix"), [("chief", 2, ""), ("all", 0, "[0] ")])
+def test_on_a_terminal_a_training_has_one_bar_and_not_one_of_each_worker(
+    output: str, bars: int, prefix: str, write, tmp_path: Path
+):
+    """Where the lines of all workers are shown, there is no bar: they would come between its pieces."""
+    shown = shown_on_terminal("--workers", "2", "--output", output, write(FIT), columns=100, folder=tmp_path)
+
+    assert shown.count("first step") == bars  # as each epoch's bar begins with
+    assert ("%|" in shown) is bool(bars)
+    lines = [line.rpartition("\r")[2] for line in shown.replace("\r\n", "\n").splitlines() if " 3 steps, " in line]
+    assert [line.partition(": 3 steps, ")[0].replace("\x1b[1m", "") for line in lines] == [
+        f"{prefix}epoch 1/2",
+        f"{prefix}epoch 2/2",
+    ]
+
+
 @pytest.mark.slow
 def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_path: Path):
     words = "Each word of this line stays whole, though the terminal is narrower than the line."
     bar = "print(f'bar {console.shows_bar()}')"
     program = write(f"from lockstep import console; console.write_line(console.fill({words!r})); {bar}")
-    terminal, shown = pty.openpty()
-    termios.tcsetwinsize(shown, (24, 40))
 
-    command = [sys.executable, "-m", "lockstep_tools.cli", "run", "--workers", "1", "--quiet", program]
-    # readline, which pytest imports, sets COLUMNS past os.environ, and so do programs that other tests ran.
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    subprocess.run(command, stdout=shown, cwd=tmp_path, env=environment, timeout=LIMIT_S, check=True)
-    os.close(shown)
-    text = b""
-    with suppress(OSError):  # which a terminal that nobody has open any more ends with
-        while part := os.read(terminal, 1000):
-            text += part
-    os.close(terminal)
-    *lines, bar_line = text.decode().splitlines()
+    *lines, bar_line = shown_on_terminal("--workers", "1", program, columns=40, folder=tmp_path).splitlines()
 
     assert bar_line == "bar True"
     assert len(lines) == 3

@@ -186,6 +186,26 @@ def test_a_batch_larger_than_the_data_is_one_step(run_lockstep):
     assert "1 step" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_quiet_run_prints_the_result_alone(run_lockstep):
+    done = run_lockstep("train", "images", *SMALL, "--epochs", "1", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == HEADER
+    words = [line.split()[0] for line in lines[3:] if line]
+    assert words == ["data", "best", "updates", "test", "model", "logs", "curves", "numbers", "fingerprint"]
+    assert lines[2].split()[0] == "1"
+    assert re.fullmatch("fingerprint [0-9a-f]{16}", lines[-1])
+
+
+@pytest.mark.slow
+def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep, check_batch_size):
+    words = ("train", "images", *SMALL, "--batch-size", "auto", "--memory-limit", "4000", "--epochs", "1")
+    first, second = (run_lockstep(*words, "--devices", "cpu:2", *more) for more in ([], ["--overwrite"]))
+    assert "batches of as many images as trial steps find" in first.stdout
+    assert check_batch_size("batch_size", first, second) <= 36  # 40 training images, of which 4 are held out
+
+
 def ticks(pid: str) -> int:
     """Time that a process has computed, in clock ticks of 10 ms."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])

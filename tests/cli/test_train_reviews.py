@@ -102,6 +102,16 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
 
 
 @pytest.mark.slow
+def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep, check_batch_size):
+    words = ("train", "reviews", *SMALL, "--per-device-train-batch-size", "auto", "--memory-limit", "4000")
+    first, second = (
+        run_lockstep(*words, "--devices", "cpu:2", "--epochs", "1", *more) for more in ([], ["--overwrite"])
+    )
+    assert "batches of as many reviews as trial steps find" in first.stdout
+    assert check_batch_size("per_device_train_batch_size", first, second) <= 80  # the training rows
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

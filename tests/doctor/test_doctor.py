@@ -59,6 +59,20 @@ def test_a_probe_that_hangs_or_fails_is_a_trouble_and_the_others_are_shown():
     assert "longer than 0.5 s" in sections[0].troubles[0].text
     assert sections[1].troubles
     assert sections[2].facts == (Fact("a", "b"),)
+    outcomes = ["examination did not end in 0.5 s", "examination failed (RuntimeError)", "a b"]
+    report = as_report(sections).splitlines()
+    assert report[1:4] == [f"{section.title}: {fact}" for section, fact in zip(sections, outcomes, strict=True)]
+    assert "hangs\n  examination  did not end in 0.5 s\n" in as_text(sections)
+
+
+def test_a_machine_on_which_every_probe_fails_is_shown_too():
+    def fail() -> Section:
+        raise OSError("no such file '/secret'")
+
+    sections = run_probes({"fails": fail}, 20.0)
+    assert "The fails could not be examined: OSError: no such file '/secret'." in as_text(sections)
+    assert "fails: examination failed (OSError)\n" in as_report(sections)
+    assert "secret" not in as_report(sections)
 
 
 def _works() -> Section:

@@ -171,6 +171,26 @@ def test_masked_words_of_keras_hub_are_learnt_on_four_devices(tmp_path: Path):
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
+def test_a_preset_of_keras_hub_is_what_the_training_begins_with(tmp_path: Path):
+    for split, rows in {"train": 9, "valid": 4, "test": 4}.items():
+        (tmp_path / f"wiki.{split}.tokens").write_text("\n".join([" ".join(["one"] * 40)] * rows))
+    preset, program = tmp_path / "preset", str(FOLDER / "masked_lm.py")
+    run_with_keras_hub(
+        str(Path(__file__).parent / "programs" / "keras_hub_preset.py"), program, str(preset), folder=tmp_path
+    )
+
+    # So small a rate moves nothing: the numbers are those of the weights that were read.
+    words = ("--preset", str(preset), "--batch-size", "8", "--epochs", "1", "--learning-rate", "1e-30")
+    printed = run_with_keras_hub(
+        program, "--data", str(tmp_path), *words, "--sequence-length", "24", "--log-dir", "logs", folder=tmp_path
+    )
+
+    assert "Number of devices: 4" in printed
+    assert re.search(r"2/2.* - val_accuracy: 1\.0000 - val_loss: [\d.e+-]+ *\n", printed)
+    assert "\ntest: loss 0.0000, accuracy 1.0000\n" in printed
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
 def test_keras_hub_on_four_devices_has_the_numbers_of_one(tmp_path: Path):
     program = Path(__file__).parent / "programs" / "keras_hub_masks.py"
     found = json.loads(run_with_keras_hub(str(program), str(FOLDER / "masked_lm.py"), folder=tmp_path))

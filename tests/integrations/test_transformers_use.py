@@ -19,6 +19,8 @@ from lockstep.errors import ConfigError, DataError  # noqa: E402
 from lockstep.integrations.transformers import Trainer  # noqa: E402
 from lockstep.transformers_names import TRAINING_ARGUMENTS  # noqa: E402
 
+TrainingArguments = transformers.TrainingArguments
+
 
 def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **settings: Any) -> Any:
     args = tiny.arguments(str(folder), 2, **settings)
@@ -58,6 +60,61 @@ def test_a_note_says_what_replaces_an_argument_of_transformers_4(name: str, caps
     *_, error, note = capsys.readouterr().err.splitlines()
     assert error == f"TypeError: TrainingArguments.__init__() got an unexpected keyword argument {name!r}"
     assert note == f"{name} is of transformers 4; {TRAINING_ARGUMENTS[name]}"
+
+
+def with_keywords() -> Any:
+    return transformers.TrainingArguments(
+        output_dir="out", warmup_ratio=0.1, evaluation_strategy="epoch", no_cuda=True, group_by_length=True
+    )
+
+
+def with_many_keywords() -> Any:
+    # By its plain name: a call of more than 15 keywords is compiled in another way than the call of an attribute.
+    return TrainingArguments(
+        output_dir="out",
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.9,
+        adam_epsilon=1e-6,
+        max_grad_norm=1.0,
+        warmup_ratio=0.1,
+        logging_steps=1,
+        save_steps=1,
+        eval_steps=1,
+        seed=1,
+        evaluation_strategy="epoch",
+        bf16=False,
+        fp16=False,
+        no_cuda=True,
+        report_to="none",
+        group_by_length=True,
+    )
+
+
+def with_a_dict() -> Any:
+    settings = {"warmup_ratio": 0.1, "no_cuda": True, "group_by_length": True, "output_dir": "out"}
+    settings["evaluation_strategy"] = "epoch"
+    logging = {"logging_dir": "logs"}
+    return transformers.TrainingArguments(**settings), logging
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [with_keywords, with_many_keywords, with_a_dict])
+def test_all_arguments_of_transformers_4_in_a_call_are_answered_at_once(
+    call: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(TypeError) as raised:
+        call()
+    sys.excepthook(raised.type, raised.value, raised.tb)
+
+    *_, error, first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert error.startswith("TypeError: TrainingArguments.__init__() got an unexpected keyword argument ")
+    names = ["evaluation_strategy", "no_cuda", "warmup_ratio", "group_by_length"]
+    notes = [f"{name} is of transformers 4; {TRAINING_ARGUMENTS[name]}" for name in names]
+    assert first.partition(" ")[0] == error.rpartition(" ")[2].strip("'")
+    assert sorted([first, second, third, fourth]) == sorted(notes)
 
 
 @pytest.mark.slow

@@ -34,6 +34,14 @@ def test_a_terminal_gets_both_tables(make):
     assert "where the time of a step goes" in text
 
 
+@pytest.mark.parametrize("show", [terminal_tables, render_page], ids=["terminal", "page"])
+def test_the_final_loss_is_explained_where_it_is_shown(make, show):
+    text = show(make.result())
+    assert text.index("final loss") < text.index("Loss of the last timed step.")
+    for reason in ("differ by dropout masks and batch statistics alone", "different batches cannot be compared"):
+        assert reason in text
+
+
 @pytest.mark.parametrize(("load", "busy"), [(0.25, False), (16.0, True)])
 def test_the_report_of_a_busy_machine_begins_with_a_warning(make, load: float, busy: bool):
     result = make.result()

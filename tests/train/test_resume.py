@@ -89,6 +89,14 @@ def test_going_on_is_bit_equal_to_never_having_stopped(
     assert not (tmp_path / "backup").exists()
 
 
+def test_times_of_a_resumed_epoch_are_those_of_its_steps_after_that(tmp_path: Path):
+    interrupted(None, tmp_path, (1, 3), 1)  # of 5 batches, the last of 2 rows
+
+    _, record = train(None, [ls.BackupAndRestore(tmp_path, save_freq=1)])
+
+    assert [(timing.steps, timing.examples) for timing in record.timing] == [(5, 22), (2, 7), (5, 22)]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
 def test_on_other_replicas_the_numbers_are_those_of_one_device(
     make_strategy: MakeStrategy, tmp_path: Path, before: int, after: int

@@ -233,7 +233,10 @@ def batch_logs(loss: RunningLoss, names: Sequence[str], metrics: AsyncScalars) -
 
 @dataclass(frozen=True, kw_only=True)
 class EpochTiming:
-    """How long the training part of one epoch took, without validation and callbacks."""
+    """How long the training part of one epoch took, without validation and callbacks.
+
+    Of an epoch that was interrupted in its middle and resumed, these are the steps since the last time it was resumed.
+    """
 
     epoch: int  # counted from 0
     seconds: float  # the sum over the steps, including the reading of the batches

@@ -11,6 +11,7 @@ import typer
 
 from lockstep import console
 from lockstep.checks import check_divides
+from lockstep.console import counted
 from lockstep.extras import find_package
 from lockstep.parallel.pipeline_config import check_layers
 from lockstep.strategies.base import Strategy
@@ -25,7 +26,7 @@ from lockstep_tools.cli.flags import (
     check_folder,
     command,
 )
-from lockstep_tools.cli.training_command import RunFolders, Trained, TrainingCommand, counted, say
+from lockstep_tools.cli.training_command import RunFolders, Trained, TrainingCommand, say
 from lockstep_tools.cli.training_flags import BackupPlan, MeshFlags
 from lockstep_tools.recipes.images import dataset as images_data
 from lockstep_tools.recipes.images import train as images_recipe
@@ -130,7 +131,7 @@ class TrainMlm(TrainingCommand):
 
 
 def _filled_tokens(filled: FilledTokens, token: str) -> list[str]:
-    """How many hidden tokens of the test text the model filled in, and those of which it was surest."""
+    """How many hidden tokens of the test text the model filled in, and the surest of its answers, each of them once."""
     if not filled.hidden:
         return []
     rows = [
@@ -141,7 +142,7 @@ def _filled_tokens(filled: FilledTokens, token: str) -> list[str]:
         f"{filled.right} of {filled.hidden} hidden tokens of the test text, of which {filled.constant} are {token!r}"
     )
     table = console.text_table(["hidden", "likeliest answers", "in the test text"], rows)
-    return [f"filled  {counts}; the surest answers:", "", table]
+    return [f"filled  {counts}; the surest, each answer once:", "", table]
 
 
 @dataclass(frozen=True, kw_only=True)

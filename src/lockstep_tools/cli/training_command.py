@@ -21,6 +21,7 @@ import typer
 from lockstep import __version__, console
 from lockstep.atomic_files import atomic_write
 from lockstep.cluster.environment import cluster_from_environment
+from lockstep.console import counted
 from lockstep.errors import ConfigError
 from lockstep.extras import find_package
 from lockstep.launch.batch_size import find_batch_size
@@ -353,8 +354,3 @@ def say(text: str) -> None:
     """Prints on the chief only."""
     if is_chief():
         print(console.fill(text), flush=True)
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 line``, ``128 lines``."""
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"

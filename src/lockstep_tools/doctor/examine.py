@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep_tools.doctor.limits import examine_limits
 from lockstep_tools.doctor.network import examine_network
-from lockstep_tools.doctor.section import Section, Trouble
+from lockstep_tools.doctor.section import Fact, Section, Trouble
 from lockstep_tools.doctor.software import examine_software
 
 Probe = Callable[[], Section]
@@ -32,17 +32,19 @@ def examine(timeout_s: float) -> list[Section]:
 
 
 def run_probes(probes: Mapping[str, Probe], timeout_s: float) -> list[Section]:
-    """The sections of the probes, by title. A probe that fails or takes too long gives a section with a trouble."""
+    """The sections of the probes, in their order.
+
+    A probe that fails or takes too long gives a section that says so, with a trouble.
+    """
     sections: dict[str, Section] = {}
-    late = f"it took longer than {timeout_s:g} s; --timeout-s gives it more"
 
     def run(title: str, probe: Probe) -> None:
         try:
             sections[title] = probe()
         except subprocess.TimeoutExpired:
-            sections[title] = _failed(title, late)
+            sections[title] = _late(title, timeout_s)
         except Exception as error:  # noqa: BLE001 - the others are to be shown whatever a machine does to one
-            sections[title] = _failed(title, f"{type(error).__name__}: {error}")
+            sections[title] = _failed(title, f"failed ({type(error).__name__})", f"{type(error).__name__}: {error}")
 
     # Longer than the probe in a process has: it is killed before this process may end.
     deadline = time.monotonic() + timeout_s + _KILL_S
@@ -52,7 +54,7 @@ def run_probes(probes: Mapping[str, Probe], timeout_s: float) -> list[Section]:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return [sections.get(title) or _failed(title, late) for title in probes]
+    return [sections.get(title) or _late(title, timeout_s) for title in probes]
 
 
 def examine_in_process(module: str, timeout_s: float) -> Section:
@@ -70,6 +72,13 @@ def examine_in_process(module: str, timeout_s: float) -> Section:
     return Section.from_json(process.stdout.splitlines()[-1])
 
 
-def _failed(title: str, reason: str) -> Section:
+def _late(title: str, timeout_s: float) -> Section:
+    reason = f"it took longer than {timeout_s:g} s; --timeout-s gives it more"
+    return _failed(title, f"did not end in {timeout_s:g} s", reason)
+
+
+def _failed(title: str, outcome: str, reason: str) -> Section:
+    """The section of a probe that has no facts. ``outcome`` is the fact in their place, ``reason`` the trouble's."""
     text = f"The {title} could not be examined: {reason}."
-    return Section(title=title, troubles=[Trouble(text, public=f"The {title} could not be examined.")])
+    trouble = Trouble(text, public=f"The {title} could not be examined.")
+    return Section(title=title, facts=(Fact("examination", outcome),), troubles=(trouble,))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep import console
 from lockstep.errors import CheckpointError
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
@@ -101,8 +102,8 @@ class Result:
         """What to tell of a run with fewer updates than a model of random weights needs to learn; None of others."""
         if self.updates >= FEW_UPDATES:
             return None
-        epochs = len(self.history.epoch)
-        return f"{self.updates} in {epochs} epochs are few to learn from; give more --epochs or smaller batches"
+        epochs, verb = console.counted(len(self.history.epoch), "epoch"), "is" if self.updates == 1 else "are"
+        return f"{self.updates} in {epochs} {verb} few to learn from; give more --epochs or smaller batches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,8 @@ class Stopping:
 
     def __str__(self) -> str:
         best = f"epoch {self.best_epoch} by {self.monitor}, which is tested and saved"
-        after = f"stopped early after epoch {self.last_epoch}, {self.patience} epochs without a lower {self.monitor}"
+        worse = f"{console.counted(self.patience, 'epoch')} without a lower {self.monitor}"
+        after = f"stopped early after epoch {self.last_epoch}, {worse}"
         return f"{best}; {after}" if self.early else best
 
 

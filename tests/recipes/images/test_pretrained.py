@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.conftest import MakeStrategy
 from tests.recipes.images.conftest import MakeConfig, MakeTree
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep_tools.recipes.images.pretrained import load_classifier, preparation_of
+from lockstep_tools.recipes.images.pretrained import Preparation, load_classifier, preparation_of
 from lockstep_tools.recipes.images.train import build_images, train_images
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
@@ -83,3 +84,49 @@ def test_a_run_starts_from_the_weights_and_leaves_a_folder_that_starts_another(
 def test_what_is_no_classifier_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"pretrained='.*none' could not be loaded"):
         load_classifier(str(tmp_path / "none"), ["a", "b"], batch_norm_momentum=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names_arguments", [True, False], ids=["timm 1.0.31", "without model_args"])
+def test_a_model_of_timm_gets_a_head_and_keeps_its_weights_and_normalization(names_arguments: bool, tmp_path: Path):
+    timm = pytest.importorskip("timm", reason="needs timm, and the torchvision that goes with this torch")
+    torch.manual_seed(0)
+    network = timm.create_model("test_resnet", pretrained=False, num_classes=5).eval()
+    folder = tmp_path / "timm"
+    timm.models.save_for_hf(network, folder, safe_serialization=True)
+    settings = json.loads((folder / "config.json").read_text())
+    if not names_arguments:  # as older versions of timm have published models
+        settings.pop("model_args", None)
+        (folder / "config.json").write_text(json.dumps(settings))
+
+    module = load_classifier(str(folder), ["x", "y"], batch_norm_momentum=0.3).eval()
+
+    before, after = network.state_dict(), module.network.timm_model.state_dict()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+    assert after["fc.weight"].shape[0] == 2
+    assert list(module.network.config.id2label.values()) == ["x", "y"]
+    published = settings["pretrained_cfg"]
+    assert module.preparation == Preparation(
+        size=published["input_size"][-1], mean=tuple(published["mean"]), std=tuple(published["std"])
+    )
+    images = torch.rand(3, 3, module.preparation.size, module.preparation.size)
+    plain = network.forward_features((images - module.mean) / module.std)
+    assert torch.equal(module.network.timm_model.forward_features((images - module.mean) / module.std), plain)
+    assert module(images).shape == (3, 2)
+
+
+@pytest.mark.slow
+def test_a_model_of_timm_is_trained_and_the_result_starts_another(
+    make_tree: MakeTree, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
+):
+    timm = pytest.importorskip("timm", reason="needs timm, and the torchvision that goes with this torch")
+    timm.models.save_for_hf(timm.create_model("test_resnet", pretrained=False, num_classes=5), tmp_path / "timm")
+    config = tiny(data=make_tree("data", {"a": 20, "b": 20}), size=32, pretrained=str(tmp_path / "timm"))
+
+    train_images(config, make_strategy(2), output_dir=tmp_path / "trained", verbose=0)
+
+    again = load_classifier(str(tmp_path / "trained"), ["a", "b"], batch_norm_momentum=0.1)
+    trained, state = load_file(tmp_path / "trained" / "model.safetensors"), again.network.state_dict()
+    assert state.keys() == trained.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+    assert again.preparation.size == 32

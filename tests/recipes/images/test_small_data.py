@@ -14,10 +14,11 @@ from tests.recipes.images.conftest import MakeConfig
 from torch import nn
 
 from lockstep.train.callbacks import LambdaCallback
+from lockstep.train.logs import History
 from lockstep_tools.recipes.images.config import ImagesConfig
 from lockstep_tools.recipes.images.statistics import compute_statistics, statistics_lag
 from lockstep_tools.recipes.images.train import build_images, train_images
-from lockstep_tools.recipes.training import Stopping, compile_task, patience_epochs
+from lockstep_tools.recipes.training import Result, Stopping, compile_task, patience_epochs
 
 
 @pytest.fixture
@@ -78,6 +79,25 @@ def test_the_result_says_that_and_why_it_stopped_early(shades: Path, tiny: MakeC
     )
     assert "stopped" not in str(replace(result.stopping, early=False))
     assert isinstance(result.stopping, Stopping)
+    assert str(replace(result.stopping, patience=1)).endswith(", 1 epoch without a lower val_loss")
+
+
+@pytest.mark.parametrize(
+    ("updates", "epochs", "text"),
+    [(22, 1, "22 in 1 epoch are few"), (1, 1, "1 in 1 epoch is few"), (79, 3, "79 in 3 epochs are few"), (80, 3, None)],
+)
+def test_a_run_of_few_updates_is_told_in_the_right_number(updates: int, epochs: int, text: str | None):
+    result = Result(
+        source="",
+        history=History(epoch=[*range(epochs)]),
+        fingerprint="",
+        test_metrics={},
+        batch_size=8,
+        parameters=1,
+        updates=updates,
+    )
+    advice = " to learn from; give more --epochs or smaller batches"
+    assert result.few_updates == (None if text is None else text + advice)
 
 
 @pytest.mark.parametrize(

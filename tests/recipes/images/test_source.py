@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -78,7 +79,11 @@ def load_on_worker(damaged: tuple[Path, Path], refused: Mapping[str, tuple[Path,
     with closing(ls.MultiWorkerMirroredStrategy(["cpu:0"])) as strategy:
         workers = strategy.workers
         config = ImagesConfig(data=damaged[workers.index], size=8, output_stride=8, workers=0)
-        images = load_images(config, workers=workers)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            images = load_images(config, workers=workers)
+        texts = json.dumps([str(warning.message) for warning in warned]).encode()
+        warnings_of_all = [json.loads(text) for text in workers.all_gather_bytes("warnings", texts)]
         pixels = b"".join(part.pixels.numpy().tobytes() for part in images.splits.values())
         everyone = workers.all_gather_bytes("the pixels", pixels)
         for name, folders in refused.items():
@@ -87,7 +92,7 @@ def load_on_worker(damaged: tuple[Path, Path], refused: Mapping[str, tuple[Path,
                 load_images(replace(config, data=folders[workers.index]), workers=workers, skipped_file=skipped_file)
             errors[name] = str(caught.value)
         errors_of_all = [json.loads(text) for text in workers.all_gather_bytes("errors", json.dumps(errors).encode())]
-    return [path.name for path in images.broken], list(images.broken.values()), everyone, errors_of_all
+    return images.broken, everyone, warnings_of_all, errors_of_all
 
 
 def _called(path: str, *args: Any) -> Any:
@@ -104,10 +109,13 @@ def test_workers_agree_on_the_broken_images_and_refuse_different_ones_or_many(ma
     break_pictures(damaged / "b", 3)
 
     job, refused = partial(_called, str(Path(__file__))), {"other": (here, other), "many": (here, damaged)}
-    names, reasons, pixels, errors = ls.launch(job, workers=2, args=((here, there), refused), timeout_s=100)
+    broken, pixels, warned, errors = ls.launch(job, workers=2, args=((here, there), refused), timeout_s=100)
 
-    assert names == ["000.png", "005.png"]
-    assert ["; on worker 1" in reason for reason in reasons] == [False, True]
+    assert [path.name for path in broken] == ["000.png", "005.png"]
+    assert ["; on worker 1" in reason for reason in broken.values()] == [False, True]
+    ((warning,), of_worker_1) = warned
+    assert of_worker_1 == []  # once, and not once a worker
+    assert warning.startswith("2 of 60 images cannot be read, such as ")
     assert len(set(pixels)) == 1
     assert len(pixels[0]) == 58 * 8 * 8 * 3
     for error in errors:

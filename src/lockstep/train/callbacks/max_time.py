@@ -12,7 +12,10 @@ from lockstep.train.callbacks.base import Callback, Logs
 
 
 class MaxTime(Callback):
-    """Ends fit after a time by the clock, which validation and callbacks count in. It writes a line that says so.
+    """Ends fit after a time by the clock, which validation and callbacks count in.
+
+    It writes a line with the epoch of this fit and the step, which counts over all trainings of the model as the steps
+    of checkpoints and loggers do.
 
     The chief's clock decides. One worker ends after the batch in which the time was over. Several workers end after the
     next batch, all after the same one. The epoch ends there: it is validated and its callbacks are called.
@@ -62,7 +65,7 @@ class MaxTime(Callback):
             position = self.model.training_state.position
             self._say(
                 f"MaxTime: training ends after {self.elapsed_s:.0f} s of {self.max_time_s:.0f} s, "
-                f"in epoch {position.epoch}, step {position.step}"
+                f"in epoch {position.epoch}, step {position.step} of all trainings"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -70,13 +70,17 @@ def load_classifier(
     with quiet_transformers():
         config = _load(name, transformers.AutoConfig)
         same = list((config.id2label or {}).values()) == list(classes)
+        if not same:
+            # The number too: a config of timm has one of its own beside the names, which would win.
+            config = _load(name, transformers.AutoConfig, num_labels=len(classes), **label_names(classes))
+        _drop_num_classes(config)
         network = _load(
             name,
             transformers.AutoModelForImageClassification,
+            config=config,
             # The published head may have another number of classes; transformers then draws a new one instead of
             # raising.
             ignore_mismatched_sizes=True,
-            **({} if same else label_names(classes)),
         )
     if not same:
         # Also a head of as many classes but of other names: its weights say nothing about these.
@@ -115,6 +119,14 @@ class _ProcessorSettings:
         base = require("transformers.image_processing_base", "images").ImageProcessingMixin
         loaded: dict[str, Any] = base.get_image_processor_dict(name, **settings)[0]
         return loaded
+
+
+def _drop_num_classes(config: Any) -> None:
+    """Removes the number of classes from the arguments with which a model of timm is made; other models have none.
+
+    timm 1.0.31 saves it among them, and transformers 5.23 gives it once more by itself, which is a TypeError.
+    """
+    (getattr(config, "model_args", None) or {}).pop("num_classes", None)
 
 
 def _timm_settings(config: Any) -> dict[str, Any]:
