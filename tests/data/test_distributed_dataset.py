@@ -109,7 +109,7 @@ def test_shuffling_is_that_of_a_plain_loop_with_the_same_seed(three, prefetch, w
 
 def test_a_loop_left_early_leaves_no_thread(three):
     before = threading.active_count()
-    dataset = DistributedDataset([torch.arange(3)] * 9, three)
+    dataset = DistributedDataset([torch.arange(3)] * 9, three, prefetch=2)
     for _ in dataset:
         break
     gc.collect()

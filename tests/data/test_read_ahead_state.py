@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
@@ -224,6 +227,33 @@ def test_data_that_looks_at_the_training_sees_what_it_sees_in_a_plain_loop(split
     replay = Replay()
     rounds = PerReplicaDataset(lambda _: SOURCES[name](replay), split_cpu(1))
     assert seen(rounds, replay, lambda batch: batch[0][0].item()) == expected
+
+
+class Seeded(list[Tensor]):
+    """Batches that say that they may be read ahead."""
+
+    may_be_read_ahead = True
+
+
+IN_MEMORY: dict[str, Callable[[], Iterable[Any]]] = {
+    "list": lambda: [torch.ones(4)] * 5,
+    "rows": lambda: DataLoader(TensorDataset(torch.ones(24)), batch_size=4, shuffle=True),
+    "batches that say so": lambda: Seeded([torch.ones(4)] * 5),
+    "a dataset of the program's": lambda: loader("torch"),
+    "a stream that looks at the training": lambda: Replay(),
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_what_is_in_memory_is_read_ahead_for_gpus_alone(split_cpu, name: str):
+    def reads_ahead(devices: Any) -> bool:
+        with closing(iter(DistributedDataset(IN_MEMORY[name](), devices))) as batches:
+            next(batches)
+            return any(thread.name.startswith("lockstep-prefetch") for thread in threading.enumerate())
+
+    assert not reads_ahead(split_cpu(2))
+    with stand_in_gpus() as (devices, _):
+        assert reads_ahead(devices) == (name in ("list", "rows", "batches that say so"))
 
 
 class Curriculum(Dataset[Tensor]):

@@ -90,9 +90,10 @@ class DistributedDataset(DistributedIterable):
             divided among the worker's own replicas, and a worker whose data has ended gives empty batches until the
             last worker's data has ended.
         prefetch: the number of batches to read ahead in a thread; 0 reads a batch when it is asked for. None is 2 for a
-            DataLoader with worker processes and for data in memory (a list, a TensorDataset, a Hugging Face dataset),
-            and 0 for what may draw random numbers or look at the state of the training: generators, iterables, datasets
-            and samplers of your own. Data that is read ahead must not draw from torch's default generator, and may
+            DataLoader with worker processes and, where replicas are on GPUs, for data in memory (a list, a
+            TensorDataset, a Hugging Face dataset). It is 0 where replicas are on a CPU, whose cores compute, and for
+            what may draw random numbers or look at the state of the training: generators, iterables, datasets and
+            samplers of your own. Data that is read ahead must not draw from torch's default generator, and may
             leave others further than a loop that is left early.
         lists: what a list or tuple in a batch is: one item a row ("rows", also of a batch that is a list itself), or
             structure whose tensors all have all rows ("columns"). "auto" tells them apart by their lengths and refuses

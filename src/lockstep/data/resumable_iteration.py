@@ -34,7 +34,7 @@ from lockstep.data.random_state import (
     without_default,
 )
 from lockstep.data.readers import Reader
-from lockstep.data.sources import may_read_ahead
+from lockstep.data.sources import has_processes, may_read_ahead
 from lockstep.data.streaming_sources import StatefulSource, why_without_state
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import WorkerSync
@@ -114,7 +114,10 @@ class DistributedIterable:
         self._sync = sync
         self._devices = tuple(devices)
         if prefetch is None:
-            prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
+            # Python that reads ahead for replicas on a CPU takes the interpreter, and a core, from their steps. Of an
+            # MLP of width 64 an epoch without it took 0.93 of the time (a list), 0.83 (a DataLoader), 0.78 (datasets).
+            helps = has_processes(reader.dataset) or any(device.kind == "GPU" for device in devices)
+            prefetch = DEFAULT_DEPTH if helps and may_read_ahead(reader.dataset) else 0
         self._prefetch = checked_depth(prefetch)
         self._stateful = StatefulSource.of(reader.dataset)
         self._attributes = SourceAttributes(reader.dataset, self._stateful and self._stateful.owner)

@@ -50,12 +50,12 @@ def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
 def may_read_ahead(dataset: Any) -> bool:
     """Whether reading a source ahead changes nothing: it draws no numbers and looks at nothing that the loop changes.
 
-    This is known of lists and of datasets of torch and Hugging Face in memory, and of a DataLoader with torch's
-    samplers over those, or with processes, which have copies of the dataset and of the generators.
+    This is known of lists and of datasets of torch and Hugging Face in memory, of a DataLoader with torch's samplers
+    over those, or with processes, which have copies of the dataset and of the generators, and of what says so itself by
+    a class attribute ``may_be_read_ahead``, as batches of the recipes do.
     """
     if not isinstance(dataset, DataLoader):
-        is_lockstep = type(dataset).__module__.startswith("lockstep.")  # a recipe, which seeds every batch anew
-        return is_lockstep or _draws_nothing(dataset)
+        return getattr(type(dataset), "may_be_read_ahead", False) is True or _draws_nothing(dataset)
     batches, rows = dataset.batch_sampler, dataset.sampler
     if type(dataset).__iter__ is not DataLoader.__iter__ or type(batches) not in (BatchSampler, type(None)):
         return False
@@ -66,6 +66,11 @@ def may_read_ahead(dataset: Any) -> bool:
         return False
     collates = dataset.collate_fn in (default_collate, default_convert)
     return dataset.num_workers > 0 or (collates and _draws_nothing(dataset.dataset))
+
+
+def has_processes(dataset: Any) -> bool:
+    """Whether this is a DataLoader whose rows are loaded by processes of its own."""
+    return isinstance(dataset, DataLoader) and dataset.num_workers > 0
 
 
 def _draws_nothing(dataset: Any) -> bool:

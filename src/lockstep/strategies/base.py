@@ -426,9 +426,9 @@ class Strategy(ABC):
             dataset: any iterable of global batches.
             shard: what each worker reads: its part of every batch ("batch"), some of the shards of a
                 datasets.IterableDataset ("file"), or a dataset of its own ("off").
-            prefetch: the number of batches to read ahead; 0 reads a batch when it is asked for. None is 2 for data in
-                memory and a DataLoader with worker processes, and 0 for what may draw random numbers or depend on the
-                training's state, such as generators and datasets of your own.
+            prefetch: the number of batches to read ahead; 0 reads a batch when it is asked for. None is 2 for a
+                DataLoader with worker processes and, with replicas on GPUs, for data in memory; it is 0 for what may
+                draw random numbers or depend on the training's state, such as generators and datasets of your own.
             lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or
                 either, by its length ("auto"); "auto" refuses a list that could be both.
         """

@@ -25,6 +25,8 @@ class ImageBatches:
     int64; both are on the CPU. In ``training`` the images are shuffled, and changed at random if the config says so.
     """
 
+    may_be_read_ahead = True  # order and changes come from generators of their own
+
     def __init__(self, images: LabelledPixels, config: ImagesConfig, *, training: bool) -> None:
         self._pixels, self._labels = images.pixels, torch.tensor(images.labels, dtype=torch.int64)
         self._config, self._training = config, training

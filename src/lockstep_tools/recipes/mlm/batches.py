@@ -95,6 +95,8 @@ class MaskedBatches:
     ``max_tokens``; ``seed`` decides order and masks.
     """
 
+    may_be_read_ahead = True  # each batch has a generator of its own
+
     def __init__(self, rows: TokenRows, tokenizer: Any, config: MlmConfig, *, max_tokens: int, seed: int) -> None:
         self._rows = rows
         self._pad_id, self._mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
