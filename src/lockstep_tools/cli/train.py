@@ -156,7 +156,10 @@ class TrainImages(TrainingCommand):
     name: ClassVar[str] = "images"
     embedded: ClassVar[str] = "scikit-learn's digits"
     data: ClassVar[Any] = images_data
-    title: ClassVar[str] = "MobileNetV2"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return "image classifier" if self.config.pretrained else "MobileNetV2"
 
     @property
     def work(self) -> str:
