@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
-from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.per_replica import LEAVES, PerReplica
 from lockstep.data.typed_batches import TYPED, TypedMapping, is_attributes, is_typed_sequence, typed_sequence
 from lockstep.errors import DataError
 from lockstep.introspection import is_kind
@@ -175,6 +175,12 @@ def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
 
 
 def _leaves(structure: Any) -> list[Any]:
+    kind = type(structure)
+    if kind in LEAVES:
+        return [structure]
+    if kind is tuple or kind is list or kind is dict:
+        nodes = structure.values() if kind is dict else structure
+        return [leaf for node in nodes for leaf in ((node,) if type(node) in LEAVES else _leaves(node))]
     leaves = tree_leaves(structure, is_leaf=lambda node: issubclass(type(node), _ROWS))
     return [leaf for leaf in leaves if not is_attributes(leaf)]
 
