@@ -92,7 +92,7 @@ def test_multiprocessings_fork_is_refused_too(make_strategy: MakeStrategy):
 
 
 def test_an_iteration_that_was_begun_before_the_fork_is_refused_in_it(make_strategy: MakeStrategy):
-    iteration = iter(make_strategy(2).distribute_dataset(DATA * 10))
+    iteration = iter(make_strategy(2).distribute_dataset(DATA * 10, prefetch=2))
     next(iteration)
     said = in_fork(lambda: list(iteration))
     assert said.startswith("UsageError")
