@@ -48,3 +48,47 @@ def test_a_penalty_on_gradients_is_that_of_one_device_and_a_copy_has_its_own_wei
     assert divided == pytest.approx(plain, abs=1e-12)
     assert difference < 1e-12
     assert of_zeros == 0
+
+
+def mixed_job(backend: str) -> tuple[list[str], list[float]]:
+    """In bfloat16: the dtypes of the outputs, and how far gradients are from those of one device.
+
+    With a backend the blocks around the layers are compiled.
+    """
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.tensor import parallel as tp
+
+    torch.set_num_threads(1)
+    strategy = ls.ParallelStrategy(tensor=2, seed=0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 3))
+    plain = copy.deepcopy(net)
+    if backend:
+        net[0].compile(backend=backend)
+    divided = strategy.parallelize(net, tensor_plan={"0.0": tp.ColwiseParallel(), "0.2": tp.RowwiseParallel()})
+    x, dtypes = torch.randn(6, 8), []
+    for module in (divided, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = module(x)
+        dtypes.append(str(outputs.dtype))
+        outputs.float().square().sum().backward()
+    differences = []
+    for part, whole in zip(divided.parameters(), plain.parameters(), strict=True):
+        expected = whole.grad
+        for dim, size in enumerate(part.shape):
+            expected = expected if size == whole.shape[dim] else expected.chunk(2, dim)[dist.get_rank()]
+        differences.append(float((part.grad - expected).norm() / expected.norm()))
+    strategy.close()
+    return dtypes, differences
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+def test_in_bfloat16_and_inside_compiled_blocks_gradients_are_those_of_one_device(backend: str):
+    dtypes, differences = ls.launch(mixed_job, workers=2, args=(backend,), timeout_s=120)
+
+    assert dtypes == ["torch.bfloat16"] * 2
+    assert max(differences) < 0.03  # the rounding of bfloat16 is 0.004; a term of a sum that is missing is half of it

@@ -250,7 +250,10 @@ def _mapping_maker(node: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
 
 def is_attributes(leaf: Any) -> bool:
     """Whether a leaf of a structure holds attributes, also those of all replicas, and no data."""
-    return is_kind(leaf, Attributes) or (is_kind(leaf, PerReplica) and len(leaf) > 0 and is_kind(leaf[0], Attributes))
+    kind = type(leaf)  # as ``is_kind``, written out: every leaf of a step's arguments is asked in each run
+    if issubclass(kind, PerReplica):
+        return len(leaf) > 0 and issubclass(type(leaf[0]), Attributes)
+    return issubclass(kind, Attributes)
 
 
 def _children(values: Iterable[Any], attributes: Any) -> list[Any]:

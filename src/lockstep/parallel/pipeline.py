@@ -30,6 +30,7 @@ from lockstep._torch_compat import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_unflatten,
 )
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import ConfigError, UsageError
@@ -399,18 +400,15 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
 def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatch]:
     """Divides a shard into ``number`` microbatches, whose rows differ by at most one, the larger ones first."""
+    leaves, spec = tree_flatten(dict(inputs))
+    has_rows = [isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows for leaf in leaves]
     microbatches, begin = [], 0
     for index in range(number):
         end = begin + rows // number + (index < rows % number)
-        # Bound as defaults: a closure in a loop would see the last microbatch's bounds.
-        part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
-        microbatches.append(Microbatch(dict(part), begin, end - begin))
+        part = [leaf[begin:end] if divides else leaf for leaf, divides in zip(leaves, has_rows, strict=True)]
+        microbatches.append(Microbatch(tree_unflatten(part, spec), begin, end - begin))
         begin = end
     return microbatches
-
-
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
 
 
 T = TypeVar("T")

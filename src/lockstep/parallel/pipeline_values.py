@@ -27,17 +27,17 @@ class StageValues:
     """The structure of the values that a stage gives the next, for microbatches of one shape.
 
     ``values`` are an example, of which the shapes and dtypes of tensors are kept, and other values as they are.
+
+    Attributes:
+        tensors: of the shapes and dtypes, on the meta device; they require gradients where those of the example do.
     """
 
     def __init__(self, stage: int, values: Sequence[Any]) -> None:
         leaves, self._spec = tree_flatten(list(values))
         self._stage = stage
         self._leaves = [_blank(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors of the shapes and dtypes, on the meta device, which require gradients where those do."""
-        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._description = _description(self._leaves, self._spec)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     def take(self, received: Sequence[Tensor]) -> list[Any]:
         """The values, from tensors that may be padded."""
@@ -49,14 +49,14 @@ class StageValues:
     def give(self, values: Sequence[Any], padded: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a stage's values, in the shapes of ``padded``; ConfigError for another structure."""
         leaves, spec = tree_flatten(list(values))
-        if _description(leaves, spec) != _description(self._leaves, self._spec):
+        if _description(leaves, spec) != self._description:
             raise ConfigError(
                 f"stage {self._stage} of the pipeline gives the next one {_text(leaves)} for one microbatch and "
                 f"{_text(self._leaves)} for another of the same shape; cut the model where shapes depend on those of "
                 "the inputs alone"
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tuple(_to_send(tensor, whole) for tensor, whole in zip(tensors, padded, strict=True))
+        return tuple([_to_send(tensor, whole) for tensor, whole in zip(tensors, padded, strict=True)])
 
 
 def check_values(stage: int, values: Any) -> None:
@@ -123,8 +123,8 @@ def _cut(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _to_send(tensor: Tensor, like: Tensor) -> Tensor:
-    missing = [whole - length for length, whole in zip(tensor.shape, like.shape, strict=True)]
-    if any(missing):
+    if tensor.shape != like.shape:
+        missing = [whole - length for length, whole in zip(tensor.shape, like.shape, strict=True)]
         return F.pad(tensor, [padding for size in reversed(missing) for padding in (0, size)])
     # torch detaches it in place, which a view refuses and a leaf should be spared.
     return tensor.contiguous().clone() if tensor._is_view() or tensor.is_leaf else tensor.contiguous()

@@ -187,9 +187,7 @@ class LocalLinear(tp.ParallelStyle):
                 placed = distribute_tensor(whole, device_mesh, placement, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
         local: Callable[..., Any] = _Local.apply
-
-        def product(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return F.linear(value, weight.t() if is_conv1d else weight, bias)
+        product: Callable[..., Tensor] = _product_of_transposed if is_conv1d else F.linear
 
         def columns(part: nn.Module, value: Tensor) -> Tensor:
             if isinstance(value, DTensor):
@@ -211,13 +209,16 @@ class LocalLinear(tp.ParallelStyle):
                 output = summed(term, device_mesh)
             if bias is None:
                 return output
-            with DisableTorchFunction():
-                whole = bias.to(output.dtype)  # under autocast the product has another one than the weights
-            return output + whole
+            with DisableTorchFunction():  # the replica's function mode has nothing to do here
+                return output + bias.to(output.dtype)  # under autocast the product has another one than the weights
 
         # A method, so that a copy of the module (copy.deepcopy) computes with its own weights.
         module.forward = MethodType(columns if self._columns else rows, module)
         return module
+
+
+def _product_of_transposed(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(value, weight.t(), bias)
 
 
 def is_plain_linear(part: nn.Module) -> bool:

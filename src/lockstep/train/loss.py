@@ -109,7 +109,12 @@ class LossTotals:
     count: Tensor | float
     assumed_mean: bool = False  # whether the loss returned a scalar that is taken as the mean over the rows
     label_means: Sequence[LabelMean] = ()  # means over labels that the scalar was computed from
-    rounding: float = torch.finfo(torch.float32).eps  # the relative rounding of the loss's dtype
+    values: Any = None  # what the loss returned
+
+    @property
+    def rounding(self) -> float:
+        """The relative rounding of the loss's dtype."""
+        return rounding_of(self.values)
 
     def numbers(self) -> tuple[float, float]:
         """Total and count on the host."""
@@ -130,14 +135,15 @@ def checked_sums(
         ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
     """
     on_cpu = context.device.kind == "CPU"
-    if isinstance(loss, NamedLoss) and is_due(step, on_cpu=on_cpu) and not has_sharded_logits(shard.outputs):
+    due = is_due(step, on_cpu=on_cpu)
+    if due and isinstance(loss, NamedLoss) and not has_sharded_logits(shard.outputs):
         loss.check_outputs(shard.outputs)
     sums = _totals(loss, sharded, shard)
-    if sharded and not combines_rows and not has_sharded_logits(shard.outputs):
+    if sharded and not combines_rows and (due or sums.label_means) and not has_sharded_logits(shard.outputs):
         if sums.label_means and (on_cpu or step == 1):
             _check_label_means(loss, sums.label_means, on_cpu)
         # A total and a count are compared less often: the row watch, which looks in the steps between, needs no counts.
-        if is_due(step, on_cpu=on_cpu) and (sums.assumed_mean or step.bit_count() == 1):
+        if due and (sums.assumed_mean or step.bit_count() == 1):
             _check_parts(loss, shard, sums, context, parts=MOST_PARTS if step == 1 else 2)
     return sums.total, sums.count
 
@@ -147,22 +153,21 @@ def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     if weight is not None and isinstance(loss, NamedLoss):
         values, count = loss.values(shard.outputs, shard.batch.y)
         total = (_at_least_float32(values) * fitted_weight(weight, values)).sum()
-        return LossTotals(total, count, rounding=rounding_of(values))
+        return LossTotals(total, count, values=values)
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
-    rounding = rounding_of(returned)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
-        return LossTotals(*loss_sums(returned, shard.rows, weight), rounding=rounding)
+        return LossTotals(*loss_sums(returned, shard.rows, weight), values=returned)
     pair, summed = tracer.pair_of(returned), tracer.sum_of(returned)
     if pair is not None:
-        return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding)
+        return LossTotals(*loss_sums(pair, shard.rows), values=returned)
     if summed is not None and sharded:
         raise ConfigError(
             f"the loss {_name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             f"they count; return the mean, such as reduction='mean', or {_ADVICE}"
         )
     total, count = loss_sums(returned, shard.rows)
-    return LossTotals(total, count, assumed_mean=True, label_means=tracer.label_means, rounding=rounding)
+    return LossTotals(total, count, assumed_mean=True, label_means=tracer.label_means, values=returned)
 
 
 def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: bool) -> None:

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +31,15 @@ Pair = tuple[Tensor, Any]
 T = TypeVar("T")
 
 
-class _TensorNotes(Generic[T]):
-    """A value for each of some tensors, valid until the tensor is changed in place."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[Tensor, int, T]] = {}
+class _TensorNotes(dict[int, tuple[Tensor, int, T]]):
+    """By the id of a tensor, a value that is valid until the tensor is changed in place."""
 
     def note(self, tensor: Any, value: T) -> None:
         # The tensor is held: otherwise another one could get its id, and its note with it.
-        self._of[id(tensor)] = (tensor, _version(tensor), value)
+        self[id(tensor)] = (tensor, _version(tensor), value)
 
-    def get(self, tensor: Any) -> T | None:
-        note = self._of.get(id(tensor))
+    def of(self, tensor: Any) -> T | None:
+        note = self.get(id(tensor))
         return None if note is None or _version(tensor) != note[1] else note[2]
 
 
@@ -60,7 +57,8 @@ class _Call(NamedTuple):
 
     @property
     def is_of_one_number(self) -> bool:
-        return isinstance(self.first, Tensor) and not self.first.dim()
+        first = self.args[0]
+        return isinstance(first, Tensor) and not first.dim()
 
 
 class ReductionTracer(TorchFunctionMode):
@@ -84,14 +82,17 @@ class ReductionTracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = restore_l1_weight(func, kwargs or {})
+        kwargs, is_loss, note = kwargs or {}, func in _PARAMETERS, _NOTED.get(func)
+        if is_loss:
+            kwargs = restore_l1_weight(func, kwargs)
+        elif note is None:
+            return func(*args, **kwargs)
         traced = saved_tensors_hooks(True) is self._hooks  # activation checkpointing calls it again in backward
         if functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
-        if func in _PARAMETERS:
+        if is_loss:
             return self._loss(func, args, kwargs, traced=traced)
-        note = _NOTED.get(func) if traced else None
-        if note is None:
+        if note is None or not traced:
             return func(*args, **kwargs)
         func = _OUT_OF_PLACE.get(func, func)
         if not args:  # torch.sum(input=losses)
@@ -102,11 +103,11 @@ class ReductionTracer(TorchFunctionMode):
 
     def pair_of(self, returned: Tensor) -> Pair | None:
         """The total and the count of a scalar; None if it is not a quotient that was traced."""
-        return self._pairs.get(returned)
+        return self._pairs.of(returned)
 
     def sum_of(self, returned: Tensor) -> str | None:
         """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
-        return self._sums.get(returned) or None
+        return self._sums.of(returned) or None
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool) -> Any:
         arguments = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
@@ -149,7 +150,7 @@ class ReductionTracer(TorchFunctionMode):
         """A cast, a copy or a reshape of one number, or its product with a number."""
         if result is call.first:
             return
-        pair, summed = self._pairs.get(call.first), self._sums.get(call.first)
+        pair, summed = self._pairs.of(call.first), self._sums.of(call.first)
         if pair is not None:
             self._pairs.note(result, (call.func(pair[0], *call.args[1:], **call.kwargs), pair[1]))
         elif summed is not None:
@@ -157,7 +158,7 @@ class ReductionTracer(TorchFunctionMode):
 
     def _added(self, result: Tensor, call: _Call) -> None:
         if len(call.args) == 2 and not call.kwargs:
-            first, second = map(self._sums.get, call.args)
+            first, second = map(self._sums.of, call.args)
             if first is not None and second is not None:
                 self._sums.note(result, first or second)
 
@@ -165,10 +166,10 @@ class ReductionTracer(TorchFunctionMode):
         if len(call.args) != 2 or call.kwargs:
             return
         total, count = call.args
-        if self._sums.get(total) is None:
+        if self._sums.of(total) is None:
             self._scaled(result, call)
         elif isinstance(count, Tensor) and count.numel() == 1:
-            unclamped = self._unclamped.get(count)
+            unclamped = self._unclamped.of(count)
             self._pairs.note(result, (total, count if unclamped is None else unclamped))
         elif isinstance(count, (int, float)) and (self._masked or self._reads):
             self._pairs.note(result, (total, self._counted(total, count)))
@@ -176,7 +177,7 @@ class ReductionTracer(TorchFunctionMode):
 
     def _counted(self, total: Tensor, count: float) -> float:
         """The number that a sum was divided by; 0 if ``max(int(mask.sum()), 1)`` or the like kept it from being 0."""
-        nothing = bool(self._of_nothing.get(total)) or (0 in self._reads and not total.detach().any())
+        nothing = bool(self._of_nothing.of(total)) or (0 in self._reads and not total.detach().any())
         return 0.0 if nothing and count <= 1 else float(count)
 
     def _read(self, result: float, call: _Call) -> None:

@@ -84,6 +84,7 @@ _FRAMES_TO_CALL = 24
 _METADATA: frozenset[Any] = frozenset(
     [
         *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")),
+        _Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
         *(_Tensor.dim, _Tensor.numel, _Tensor.is_floating_point),
     ]
 )
