@@ -68,7 +68,7 @@ WRITES_FILES = (
     "scaling/plots.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
     "train/callbacks/trace.py",  # into the file of atomic_file, beside what torch.profiler writes
-    "train/learning_rate.py",  # savefig writes the picture of a range test
+    "train/learning_rate_finder.py",  # savefig writes the picture of a range test
     "train/torch_weights.py",  # torch.save for programs that read weights with torch.load
     "recipes/images/dataset.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read

@@ -23,7 +23,7 @@ from benchmarks.results import Figures, figures_of, paired_ratios
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
-from lockstep.strategies.losses import compute_average_loss
+from lockstep.strategies.average_loss import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
 from lockstep_tools.recipes.memory import Lora, MemoryChoices, trained_parameters, with_choices

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.parallel.model_specs import MODEL_SPECS
+from lockstep.parallel.transformers_plans import MODEL_SPECS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "models.md"

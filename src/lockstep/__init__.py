@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from lockstep.collectives.reduce import ReduceOp
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
-    from lockstep.launch.batch_size import find_batch_size
+    from lockstep.launch.batch_size_finder import find_batch_size
     from lockstep.replicas.context import ReplicaContext, get_replica_context
+    from lockstep.strategies.average_loss import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
-    from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
     from lockstep.strategies.parallel import ParallelStrategy
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
-    from lockstep.train.learning_rate import LearningRateRange, find_learning_rate
+    from lockstep.train.learning_rate_finder import LearningRateRange, find_learning_rate
     from lockstep.train.user_step import TrainStep
 
 __version__ = "0.1.0"
@@ -73,10 +73,10 @@ _WHERE = {
     "lockstep.collectives.reduce": ("ReduceOp",),
     "lockstep.data.dataset": ("InputContext",),
     "lockstep.data.sharding": ("has_rows",),
-    "lockstep.launch.batch_size": ("find_batch_size",),
+    "lockstep.launch.batch_size_finder": ("find_batch_size",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
-    "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.strategies.average_loss": ("compute_average_loss", "scale_regularization_loss"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parallel": ("ParallelStrategy",),
@@ -87,7 +87,7 @@ _WHERE = {
         "TerminateOnNaN", "Trackio", "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
-    "lockstep.train.learning_rate": ("LearningRateRange", "find_learning_rate"),
+    "lockstep.train.learning_rate_finder": ("LearningRateRange", "find_learning_rate"),
     "lockstep.train.user_step": ("TrainStep",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}

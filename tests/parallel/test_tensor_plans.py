@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.model_specs import require_layers, require_model_spec, sizes_of
 from lockstep.parallel.tensor_parallel import reorder
 from lockstep.parallel.tensor_plan import DividedModel, plan_tensors
+from lockstep.parallel.transformers_plans import require_layers, require_model_spec, sizes_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,

@@ -55,7 +55,7 @@ PRELOADED = (
     "lockstep.launch.jobs",
     "lockstep.parallel.fsdp",
     "lockstep.parallel.pipeline",
-    "lockstep.strategies.losses",
+    "lockstep.strategies.average_loss",
     "lockstep.strategies.parallel",
     "matplotlib.pyplot",
     "PIL.Image",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
-from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
+from lockstep.strategies.average_loss import compute_average_loss, scale_regularization_loss
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
 SHARDS = PerReplica([LOSSES[:2], LOSSES[2:4], LOSSES[4:], LOSSES[:0]])

@@ -16,7 +16,7 @@ from tests.conftest import MakeStrategy
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
+from lockstep.strategies.average_loss import compute_average_loss, scale_regularization_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 
 SIZES = (7, 8, 1, 5, 2)  # the last ones are smaller than the number of replicas

@@ -25,7 +25,7 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.parallel.tensor_files import TensorShard
-from lockstep.replicas.rng.state import ReplicaGenerators
+from lockstep.replicas.rng.generators import ReplicaGenerators
 
 Names = list[list[str]]  # for each parameter group of an optimizer the names of its parameters, in order
 

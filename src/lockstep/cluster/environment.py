@@ -1,10 +1,10 @@
 """The cluster that environment variables declare, whichever launcher or service has set them.
 
-    TF_CONFIG                which somebody wrote for this very process
-    RANK                     torchrun's variables, and those of every PyTorch launcher
-    launchers.LAUNCHERS      MPI's and other launchers, which may run inside what follows
-    SERVICES, SLURM          what describes a job by its hosts or its steps
-    launchers.INTERFACES     a number of this process and little else
+    TF_CONFIG                        which somebody wrote for this very process
+    RANK                             torchrun's variables, and those of every PyTorch launcher
+    launcher_variables.LAUNCHERS     MPI's and other launchers, which may run inside what follows
+    SERVICES, SLURM                  what describes a job by its hosts or its steps
+    launcher_variables.INTERFACES    a number of this process and little else
 
 The first that is there counts. TF_CONFIG must not contradict what the others say of this process, and neither must
 descriptions of the same kind.
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 from lockstep.checks import shown
-from lockstep.cluster.launchers import (
+from lockstep.cluster.launcher_variables import (
     ALONE,
     INTERFACES,
     LAUNCHERS,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.cluster.launchers import local_numbers
+from lockstep.cluster.launcher_variables import local_numbers
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.variables import Variables
 from lockstep.errors import ClusterError

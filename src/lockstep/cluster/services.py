@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from lockstep.checks import shown
-from lockstep.cluster.launchers import ALONE
+from lockstep.cluster.launcher_variables import ALONE
 from lockstep.cluster.spec import ClusterSpec, join_address
 from lockstep.cluster.variables import Variables, job_port
 from lockstep.errors import ClusterError

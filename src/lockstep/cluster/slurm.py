@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from lockstep.checks import shown
-from lockstep.cluster.launchers import ALONE
+from lockstep.cluster.launcher_variables import ALONE
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.variables import FIRST_PORT, PORTS, Variables
 from lockstep.errors import ClusterError

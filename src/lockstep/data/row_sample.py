@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.errors import ClusterError
-from lockstep.replicas.rng.state import derived_seed
+from lockstep.replicas.rng.generators import derived_seed
 
 ROWS = 8
 READINGS = 8

@@ -14,6 +14,6 @@ worker           the life of a worker process, and the files that it shares with
 serialization    functions, results and errors as bytes for another process
 failures         which worker failed first, and how
 hang_dump        where each worker stood when its time was up
-batch_size       ``ls.find_batch_size``: a search by training steps in fresh processes
+batch_size_finder ``ls.find_batch_size``: a search by training steps in fresh processes
 side_effects     undoes what torch's launcher does to the process around it
 """

@@ -1,13 +1,13 @@
 """Models divided among workers: tensor parallelism, pipelines, full sharding, on torch's DeviceMesh and DTensor.
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
-    model_specs                          how models of transformers are divided: their own plans, and ours
+    transformers_plans                   how models of transformers are divided: their own plans, and ours
     model_plan, model_build              a model's whole plan, with every refusal (pure); a plan carried out
     tensor_plan, tensor_styles           which modules tensor ranks divide (pure); how one is divided, and sequences
     tensor_parallel, tp_rng              layers divided by a plan, and a worker's shards of them; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); where a model is cut, and its stages
-    pipeline_graph, stage_tracer         where a plain module is cut, into parts of a graph of its forward, by torch.fx
+    stage_cut, stage_tracer              where a plain module is cut, into parts of a graph of its forward, by torch.fx
     pipeline, pipeline_trace             a training step through the stages; what ran when
     pipeline_values                      what stages give each other
     fsdp                                 weights sharded over the data axis

@@ -14,11 +14,11 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout
-from lockstep.parallel.model_specs import HasConfig
 from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_stage import LayerCut, PipelineSplit, StageCut, check_pipeline_split, tied_ends
 from lockstep.parallel.tensor_parallel import ties_of
 from lockstep.parallel.tensor_plan import TensorDivision, TensorPlan, plan_tensors
+from lockstep.parallel.transformers_plans import HasConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def _cut_of(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig)
     """Where a model is cut, by its spec or a trace of its forward."""
     if isinstance(module, HasConfig) and (split == "auto" or isinstance(split[0], int)):
         return LayerCut(module, split, pipelining)
-    from lockstep.parallel.pipeline_graph import ModuleGraph  # torch.fx, which few need
+    from lockstep.parallel.stage_cut import ModuleGraph  # torch.fx, which few need
 
     return ModuleGraph(module, split, pipelining)
 

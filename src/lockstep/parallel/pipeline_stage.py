@@ -19,9 +19,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep._torch_compat import EnableTorchFunction
 from lockstep.errors import ConfigError, DataError
-from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
+from lockstep.parallel.transformers_plans import base_name, require_layers
 
 PipelineSplit = Literal["auto"] | Sequence[int] | Sequence[str]
 """The number of layers of each stage, the names of modules at which the second and further stages begin, or "auto"."""

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lockstep.collectives.communicator import Communicator, check_agreement, error_text, raise_gathered_errors
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
-from lockstep.parallel.model_specs import HasConfig
 from lockstep.parallel.regions import Region
 from lockstep.parallel.tensor_files import SUFFIX, TensorReader, TensorShard
 from lockstep.parallel.tensor_parallel import ties_of
+from lockstep.parallel.transformers_plans import HasConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3

@@ -23,15 +23,6 @@ from torch.distributed.tensor import parallel as tp
 
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError
-from lockstep.parallel.model_specs import (
-    GATHERED_STYLES,
-    ModelSpec,
-    base_name,
-    require_layers,
-    require_model_spec,
-    sizes_of,
-    with_wildcards,
-)
 from lockstep.parallel.tensor_styles import (
     TOKENS,
     HookedOutput,
@@ -41,6 +32,15 @@ from lockstep.parallel.tensor_styles import (
     is_plain_linear,
     sum_gradient,
     summed,
+)
+from lockstep.parallel.transformers_plans import (
+    GATHERED_STYLES,
+    ModelSpec,
+    base_name,
+    require_layers,
+    require_model_spec,
+    sizes_of,
+    with_wildcards,
 )
 
 TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]

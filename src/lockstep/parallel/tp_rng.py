@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.replicas.rng.mode import ReplicaRng, in_replica
-from lockstep.replicas.rng.state import companion_generators
+from lockstep.replicas.rng.generators import companion_generators
+from lockstep.replicas.rng.replica_rng import ReplicaRng, in_replica
 
 
 class DeviceRng:

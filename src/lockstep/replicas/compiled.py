@@ -20,8 +20,8 @@ import torch
 from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor, release_gil_in_kernels
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.linear import is_worth_onednn, matrix_product, onednn_is_faster
+from lockstep.replicas.rng.generators import own_generator
 from lockstep.replicas.rng.ops import draws
-from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
 """How many seconds a replica waits for another that compiles."""

@@ -52,8 +52,8 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context, in_co
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.issue_gate import IssueGate
-from lockstep.replicas.rng.mode import ReplicaRng
-from lockstep.replicas.rng.state import ReplicaGenerators
+from lockstep.replicas.rng.generators import ReplicaGenerators
+from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.replicas.watcher import Run, Watcher, ambient_watchers, torch_looks

@@ -9,7 +9,7 @@ import torch
 from lockstep import tensorflow_names
 from lockstep.checks import check_number, check_seconds
 from lockstep.cluster.environment import declared_cluster
-from lockstep.cluster.launchers import ALONE
+from lockstep.cluster.launcher_variables import ALONE
 from lockstep.cluster.spec import ClusterSpec, Task
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice

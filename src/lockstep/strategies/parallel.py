@@ -40,7 +40,7 @@ from lockstep.parallel.pipeline_stage import PipelineSplit
 from lockstep.parallel.sharded_module import ShardedModule, is_divided
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
-from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
+from lockstep.replicas.rng.generators import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, select_devices
 from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_job_settings, worker_devices
 

@@ -1,6 +1,6 @@
 """Training: Model with compile, fit, evaluate and predict.
 
-    model -> fit (epochs and batches) -> step (in each replica) -> loss, metrics
+    model -> fit (epochs and batches) -> step (in each replica) -> loss_totals, metrics
       |        `- cuda_graphs: on a GPU, whole steps captured and replayed
       |-> inference (evaluate, predict)    |-> compile (optimizer, precision; string_identifiers: "adam", "accuracy")
       `-> training_state (what a checkpoint resumes), model_weights (save_weights and its like; torch_weights)
@@ -14,8 +14,8 @@
 - metrics: ``summed_metric`` is the base of accuracy and f1, which ``classification`` has.
 - reports: ``logs`` holds the numbers of a fit, ``curves`` draws them, ``summary`` is the table of layers,
   ``fingerprint`` compares trainings.
-- ``callbacks`` are called by the loops; ``weight_averages`` are those of EMA and SWA. ``learning_rate`` is the
-  learning-rate finder. ``user_step`` is what a user's ``train_step`` and ``test_step`` work with.
+- ``callbacks`` are called by the loops; ``weight_averages`` are those of EMA and SWA. ``learning_rate_finder`` is
+  ``ls.find_learning_rate``. ``user_step`` is what a user's ``train_step`` and ``test_step`` work with.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lockstep.train.cuda_graphs import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import LEARNING_RATE, RunningLoss, StepClock, batch_logs, naming_step
-from lockstep.train.loss import warning_of_loss_state
+from lockstep.train.loss_totals import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, StepOutput, train_step, update_weights
 from lockstep.train.trained_model import TrainedModel

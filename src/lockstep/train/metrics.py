@@ -29,7 +29,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.train.batch import ShardRows, checked_alone
 from lockstep.train.string_identifiers import logits_of, takes_tensors
 from lockstep.train.summed_metric import SummedMetric
-from lockstep.watch.parts import FAILURES
+from lockstep.watch.loss_parts import FAILURES
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""

@@ -22,9 +22,9 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import ReplicaContext
 from lockstep.train.batch import ShardRows, Sums, checked_alone, keeping_modes, module_arguments
-from lockstep.train.loss import LossTotals, loss_sums
 from lockstep.train.loss_reduction import ReductionTracer
-from lockstep.watch.parts import mismatch_of_parts
+from lockstep.train.loss_totals import LossTotals, loss_sums
+from lockstep.watch.loss_parts import mismatch_of_parts
 from lockstep.watch.rows import is_due
 
 _INSTEAD = (

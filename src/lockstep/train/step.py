@@ -37,8 +37,8 @@ from lockstep.train.batch import (
 from lockstep.train.classification import ShiftedAccuracy
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.label_shift import shifted, shifts_labels, traced_shift
-from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.loss_reduction import ReductionTracer
+from lockstep.train.loss_totals import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.module_loss import module_loss_sums
 from lockstep.train.string_identifiers import ModuleLoss, logits_of, takes_tensors

@@ -18,10 +18,10 @@ from lockstep._torch_compat import is_profiled
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.issue_policy import code_of, unwrapped
-from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Run, Watcher
-from lockstep.watch.backward_check import LossLook, StepLosses, UpdateWait
 from lockstep.watch.first_run import FirstRun
+from lockstep.watch.loss_graph_check import LossLook, StepLosses, UpdateWait
 from lockstep.watch.profiled_calls import ProfiledCalls
 from lockstep.watch.row_check import RowCheck, RunCount
 from lockstep.watch.rows import is_due

@@ -19,10 +19,10 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.data.structure import distributed_leaves
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Differentiation, Run, TorchCalled, Watcher
-from lockstep.watch.backward_check import Passes, StepLosses, is_mean_of, loss_warnings
-from lockstep.watch.read_numbers import Difference, difference_among
+from lockstep.watch.loss_graph_check import Passes, StepLosses, is_mean_of, loss_warnings
+from lockstep.watch.numbers_from_rows import Difference, difference_among
 from lockstep.watch.rows import MIXING_ADVICE, Mixing, RowWatch, follows_modules
 from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 

@@ -24,7 +24,7 @@ from lockstep.cluster.environment import cluster_from_environment
 from lockstep.console import counted
 from lockstep.errors import ConfigError
 from lockstep.extras import find_package
-from lockstep.launch.batch_size import find_batch_size
+from lockstep.launch.batch_size_finder import find_batch_size
 from lockstep.strategies.base import Strategy
 from lockstep.train.fit import Verbose
 from lockstep.train.model import Model

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.model_specs import BODIES, MODEL_SPECS
+from lockstep.parallel.transformers_plans import BODIES, MODEL_SPECS
 from lockstep_tools.plan.model_shape import BERT_SAVED, GPT2_SAVED, LLAMA_SAVED, Counted, ModelShape, SavedActivations
 
 # Parameters outside layers and embeddings, relative to those of the layers, above which a model is more than layers.

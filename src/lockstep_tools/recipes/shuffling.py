@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.replicas.rng.state import derived_seed
+from lockstep.replicas.rng.generators import derived_seed
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:

@@ -29,7 +29,7 @@ from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.watcher import Totals
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import module_arguments, unpack_labelled
-from lockstep.train.loss import loss_sums, no_examples
+from lockstep.train.loss_totals import loss_sums, no_examples
 from lockstep_tools.recipes.training import Task
 
 PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")

@@ -32,11 +32,11 @@ from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of, row_counts
-from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes
-from lockstep.watch.parts import FAILURES, relative_difference
+from lockstep.watch.loss_parts import FAILURES, relative_difference
 from lockstep.watch.rows import Mixing, RowWatch, follows_modules
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy

@@ -160,7 +160,7 @@ def test_a_number_of_each_shard_is_told_of_once_with_its_line(
     make_strategy: MakeStrategy, loss_of: LossOfStep, call: str, numbers: tuple[str, ...]
 ) -> None:
     (message,) = [message for message in warnings_of(make_strategy, loss_of) if "has read numbers" in message]
-    assert f"{call} (test_read_numbers.py:" in message
+    assert f"{call} (test_numbers_from_rows.py:" in message
     assert f" in {loss_of.__name__})" in message
     assert all(f" {number} in " in message for number in numbers)
     assert "all_reduce" in message
@@ -247,6 +247,6 @@ def test_fit_tells_of_a_number_that_its_model_reads(make_strategy: MakeStrategy)
         model = ls.Model(module)
         model.compile(torch.optim.SGD(module.parameters(), lr=0.1), nn.MSELoss())
     with pytest.warns(
-        UserWarning, match=r"the model or its loss has read numbers .* div \(test_read_numbers\.py:\d+ in f"
+        UserWarning, match=r"the model or its loss has read numbers .* div \(test_numbers_from_rows\.py:\d+ in f"
     ):
         model.fit([(X, Y)] * 3, verbose=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.environment import cluster_from_environment, declared_job
-from lockstep.cluster.launchers import INTERFACES, LAUNCHERS, SERVICES, Launcher
+from lockstep.cluster.launcher_variables import INTERFACES, LAUNCHERS, SERVICES, Launcher
 from lockstep.cluster.local import LocalRank, find_local_rank
 from lockstep.config import DeviceRegistry
 from lockstep.errors import ClusterError, UsageError

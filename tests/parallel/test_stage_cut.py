@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.pipeline_config import choose_pipeline_config
-from lockstep.parallel.pipeline_graph import ModuleGraph
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage
+from lockstep.parallel.stage_cut import ModuleGraph
 
 Change = Callable[["Chain", nn.Module, Tensor], Tensor]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DeviceMemoryError, ReplicaError
-from lockstep.launch.batch_size import Bounds, Step, Trial, best_trial, next_size
+from lockstep.launch.batch_size_finder import Bounds, Step, Trial, best_trial, next_size
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.train.model import Model
 

@@ -148,7 +148,7 @@ def test_gradients_of_a_shard_that_are_not_summed_are_told_of(make_strategy: Mak
 
     assert differ(module, alone(loss))
     assert len(told) == 1
-    assert "test_backward_check.py" in told[0]
+    assert "test_loss_graph_check.py" in told[0]
     assert "all_reduce" in told[0]
 
 
@@ -426,5 +426,5 @@ def test_a_sum_that_is_bent_is_told_of_on_both_sides_of_the_kink(make_strategy: 
         return ls.compute_average_loss((per_row(model, x, y) - level).abs() + level, global_batch_size=8)
 
     (told,) = told_in(make_strategy, flooded, (8,) * 2).values()
-    assert "to a sum over the rows of its shard (abs (test_backward_check.py:" in told
+    assert "to a sum over the rows of its shard (abs (test_loss_graph_check.py:" in told
     assert told_in(make_strategy, of_each_row, (8,) * 2) == {}

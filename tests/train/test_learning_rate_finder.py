@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError
-from lockstep.train.learning_rate import LearningRateRange
+from lockstep.train.learning_rate_finder import LearningRateRange
 from lockstep.train.model import Model
 
 STEPS = 60

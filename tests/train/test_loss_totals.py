@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.train.loss import loss_sums, no_examples
+from lockstep.train.loss_totals import loss_sums, no_examples
 
 
 def sums(returned: object, rows: int, weight: torch.Tensor | None = None) -> tuple[float, float]:

@@ -26,13 +26,13 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
-from lockstep.strategies.losses import fitted_weight
+from lockstep.strategies.average_loss import fitted_weight
 from lockstep.train.batch import ShardRows, Sums, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 from lockstep.train.string_identifiers import NamedLoss, without_partial
 from lockstep.watch.captures import captured_by, state_of
-from lockstep.watch.parts import Mismatch, mismatch_of_parts, rounding_of
+from lockstep.watch.loss_parts import Mismatch, mismatch_of_parts, rounding_of
 from lockstep.watch.rows import current_row_watch, is_due
 
 MOST_PARTS = 8

@@ -36,8 +36,8 @@ from lockstep._torch_compat import (
     without_innermost_function_mode,
 )
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.rng.generators import GeneratorHere, own_generator
 from lockstep.replicas.rng.ops import REWRITTEN, draws
-from lockstep.replicas.rng.state import GeneratorHere, own_generator
 from lockstep.replicas.watcher import PROCEED, TorchCalled
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
