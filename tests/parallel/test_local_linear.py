@@ -65,11 +65,12 @@ def mixed_job(backend: str) -> tuple[list[str], list[float]]:
     torch.set_num_threads(1)
     strategy = ls.ParallelStrategy(tensor=2, seed=0)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 3))
+    block = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    net = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 3))  # the first one's gradient is a sum over the ranks
     plain = copy.deepcopy(net)
     if backend:
-        net[0].compile(backend=backend)
-    divided = strategy.parallelize(net, tensor_plan={"0.0": tp.ColwiseParallel(), "0.2": tp.RowwiseParallel()})
+        block.compile(backend=backend)
+    divided = strategy.parallelize(net, tensor_plan={"1.0": tp.ColwiseParallel(), "1.2": tp.RowwiseParallel()})
     x, dtypes = torch.randn(6, 8), []
     for module in (divided, plain):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -29,13 +29,19 @@ pytestmark = [
 Found = dict[str, tuple[list[float], dict[str, Tensor]]]
 TYPES = list(runpy.run_path(str(PROGRAM), run_name="model_types")["TYPES"])
 GRIDS: dict[str, dict[str, Any]] = {
+    "tensor2": {"tensor": 2},
     "pipeline2": {"pipeline": 2},
     "data2-tensor2": {"data": 2, "tensor": 2},
     "pipeline2-tensor2": {"pipeline": 2, "tensor": 2},
+    "data2-pipeline2-tensor2": {"data": 2, "pipeline": 2, "tensor": 2},
 }
 WITHOUT_STAGES = ("llama4_text",)
 """Types without a pipeline plan."""
-LAUNCHES = {2: ("pipeline2",), 4: ("data2-tensor2", "pipeline2-tensor2")}
+LAUNCHES = {
+    2: ("tensor2", "pipeline2"),
+    4: ("data2-tensor2", "pipeline2-tensor2"),
+    8: ("data2-pipeline2-tensor2",),
+}
 
 
 def types_on(grid: str) -> list[str]:
