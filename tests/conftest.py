@@ -169,8 +169,13 @@ class ForkServer:
         os.close(life)
 
     def close(self) -> None:
-        """Ends it, and whatever it has forked."""
+        """Kills it, and with it whatever it has forked.
+
+        Closing ``_life`` is not enough: a forked process of this one, such as a DataLoader's worker that hangs, holds
+        that file open too, and the server would be waited for without a limit.
+        """
         os.close(self._life)
+        self._process.kill()
         self._process.wait()
         self._folder.cleanup()
 
@@ -296,6 +301,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """What is left after pytest's own selection is put in order."""
     yield
     _begin_with_the_longest(items)
+
+
+def pytest_collection_finish() -> None:
+    """Has collections of garbage pass over what the imports made, and which stays until the process ends.
+
+    With torch, transformers and this package imported, a whole collection takes 0.17 s: 375,000 objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _begin_with_the_longest(items: list[pytest.Item]) -> None:

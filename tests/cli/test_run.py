@@ -170,7 +170,8 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
 
 @pytest.mark.slow
 def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
-    done = run_lockstep("run", "--workers", "2", "--quiet", write("import lockstep as ls\nls.MirroredStrategy()"))
+    program = write("import lockstep as ls\nls.MirroredStrategy()")
+    done = run_lockstep("run", "--workers", "2", "--quiet", program, forks_workers=True)
     said, line = done.stderr.splitlines()[-2:]
     assert done.returncode == 1
     assert said.startswith("lockstep.errors.UsageError: ")

@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path)
 @pytest.mark.workers
 def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(start_lockstep, tmp_path: Path):
     train = ("lockstep", "train", "reviews", *SMALL, "--devices", "cpu:2", "--epochs", "5000")
-    process = start_lockstep("run", "--quiet", *train)
+    process = start_lockstep("run", "--quiet", *train, forks_workers=True)
     for line in process.stdout:
         if line.startswith("epoch 2/5000"):
             break
@@ -178,7 +178,7 @@ def test_sigterm_on_the_launcher_has_all_workers_save_and_a_resumed_run_goes_on_
     start_lockstep, run_lockstep, tmp_path: Path
 ):
     words = ("run", "--quiet", "--workers", "2", "lockstep", "train", "reviews", *SMALL, "--epochs", "9")
-    process = start_lockstep(*words)
+    process = start_lockstep(*words, forks_workers=True)
     for line in process.stdout:
         if line.startswith("epoch 2/9"):
             break
@@ -190,7 +190,7 @@ def test_sigterm_on_the_launcher_has_all_workers_save_and_a_resumed_run_goes_on_
     saved = re.search(r"SIGTERM: saved (\d+) updates to out/checkpoints/\S+/checkpoint-\1; start again to go on", out)
     assert saved is not None
     assert int(saved[1]) > 8
-    resumed = run_lockstep(*words, "--resume")
+    resumed = run_lockstep(*words, "--resume", forks_workers=True)
     assert resumed.returncode == 0, resumed.stderr
     assert f"/checkpoint-{saved[1]}\n" in resumed.stdout
     assert "epoch 1/9" not in resumed.stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.conftest import RunWorkers
+from tests.data.conftest import LIMIT_S, RunWorkers
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -86,9 +86,12 @@ SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
     "stream": lambda: DataLoader(Stream(14), batch_size=5),
 }
 
-# Slow to start: only where said.
+# Slow to start: only where said. With a limit, because a fork of a process with threads may hang on a lock that another
+# thread held at the fork; a worker that hangs is alive, and a DataLoader waits for that without end.
 IN_PROCESSES: dict[str, Callable[[], Iterable[Any]]] = {
-    "processes": lambda: DataLoader(Logged(14), batch_size=5, shuffle=True, generator=generator(), num_workers=2),
+    "processes": lambda: DataLoader(
+        Logged(14), batch_size=5, shuffle=True, generator=generator(), num_workers=2, timeout=LIMIT_S
+    ),
 }
 
 

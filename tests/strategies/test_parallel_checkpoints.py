@@ -2,7 +2,9 @@
 
     one device, step 4 -> 2 x 2 x 2, step 8 -> 1 x 4 x 1 -> one device        each of them goes on to the end besides
 
-Real processes over gloo; each number of workers is launched once. The numbers are those of a loop by hand, in float64.
+Real processes over gloo; each number of workers is launched once, in `make test`: the launches take 37 s of processor
+time and all tests of what they leave one, so that none of these is slow. The numbers are those of a loop by hand, in
+float64.
 """
 
 from __future__ import annotations
@@ -79,21 +81,18 @@ def optimizer_state(contents: Contents) -> dict[str, Any]:
     return {names[number]: values for number, values in shared["state"]["state"].items()}
 
 
-@pytest.mark.slow
 def test_resumed_on_the_same_layout_from_before_a_damaged_shard_is_bit_equal_to_undisturbed(eight: Any):
     assert "step-00000008 is damaged (weights/shard-00003" in eight["told"]["of the damage"][0]
     assert differing(eight["again"]["weights"], eight["undisturbed"]["weights"]) == []
     assert eight["again"]["history"] == eight["undisturbed"]["history"]
 
 
-@pytest.mark.slow
 def test_gone_on_from_another_layout_the_numbers_are_those_of_one_device(eight: Any, four: Any, by_hand: Any):
     assert far(eight["from one"]["weights"], by_hand) == []
     assert far(four["line"]["weights"], by_hand) == []
     assert four["line"]["history"]["loss"] == pytest.approx(eight["from one"]["history"]["loss"], rel=1e-10)
 
 
-@pytest.mark.slow
 def test_one_device_goes_on_from_a_pipeline(program: Any, folder: Path, four: Any, by_hand: Any):
     found = program.trained("gpt2", str(folder), resumed_from="eight on four")
     assert far(found["weights"], by_hand) == []
@@ -102,7 +101,7 @@ def test_one_device_goes_on_from_a_pipeline(program: Any, folder: Path, four: An
 @pytest.mark.parametrize(
     ("before", "after", "step", "needs"),
     [
-        pytest.param("one", "one on eight", STEP, "eight", marks=pytest.mark.slow),
+        ("one", "one on eight", STEP, "eight"),
         ("line", "eight on four", LATER, "four"),
         ("line", "four on shares", LATER, "four"),
     ],
@@ -123,7 +122,6 @@ def test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same(
     assert one.states["scheduler"]["shared"] == other.states["scheduler"]["shared"]
 
 
-@pytest.mark.slow
 def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four: Any):
     one, other = (
         read_checkpoint(folder / "bert on eight" / "step-00000001"),
@@ -137,7 +135,6 @@ def test_a_divided_optimizers_state_moves_between_layouts_too(folder: Path, four
     assert [name for name in states[0] if differing(states[0][name], states[1][name])] == []
 
 
-@pytest.mark.slow
 def test_statistics_go_back_to_each_replica_and_elsewhere_are_their_mean(folder: Path, four: Any):
     statistics = [ast.literal_eval(each) for each in four["norms"]["statistics"]]
     weights = read_checkpoint(folder / "norms" / "step-00000001").weights["model"]
@@ -148,7 +145,6 @@ def test_statistics_go_back_to_each_replica_and_elsewhere_are_their_mean(folder:
     assert differing(four["norms"]["weights"], weights) == []
 
 
-@pytest.mark.slow
 def test_bf16_stays_what_it_is(program: Any, folder: Path, four: Any):
     one, other = (read_checkpoint(folder / name / "step-00000001") for name in ("halves", "halves again"))
     model, module = program.own_model(None, torch.nn.Identity(), torch.bfloat16)
@@ -162,7 +158,6 @@ def test_bf16_stays_what_it_is(program: Any, folder: Path, four: Any):
     assert torch.equal(model.optimizer.state[module[2].weight]["exp_avg_sq"], states[0]["2.weight"]["exp_avg_sq"])
 
 
-@pytest.mark.slow
 def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
     files = {path.name[: len("shard-00001")] for path in (folder / "kept" / STEP / "weights").iterdir()}
     sizes = [path.stat().st_size for path in (folder / "kept" / STEP / "weights").glob("shard-0000[1-8]-*")]
@@ -171,7 +166,6 @@ def test_every_worker_writes_files_of_its_own(folder: Path, eight: Any):
     assert max(sizes) < whole / 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_one_file_is_what_from_pretrained_reads(program: Any, folder: Path, eight: Any, name: str):
     module = program.build(name)
@@ -184,14 +178,12 @@ def test_one_file_is_what_from_pretrained_reads(program: Any, folder: Path, eigh
         assert differing(loaded.state_dict(), eight["from one"]["weights"]) == []
 
 
-@pytest.mark.slow
 def test_a_checkpoint_exports_the_file_without_the_model(folder: Path, eight: Any):
     ls.export_weights(folder / "bert on eight", folder / "exported.safetensors")
     saved = load_file(folder / "bert" / "model.safetensors")
     assert differing(load_file(folder / "exported.safetensors"), saved) == []
 
 
-@pytest.mark.slow
 def test_weights_that_were_loaded_are_everyones(eight: Any):
     assert differing(eight["loaded"], eight["from one"]["weights"]) == []
 
@@ -226,7 +218,6 @@ def in_trouble(folder: str) -> None:
     runpy.run_path(str(PROGRAM), run_name="parallel_checkpoints")["in_trouble"](folder)
 
 
-@pytest.mark.slow
 def test_a_lost_file_of_a_worker_is_told(folder: Path, eight: Any, tmp_path: Path):
     source, copy = folder / "kept" / STEP, tmp_path / STEP
     copy.mkdir()
