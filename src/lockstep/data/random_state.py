@@ -75,8 +75,8 @@ def _spare_normal(value: float | None) -> Tensor:
 
 def default_state() -> Tensor:
     """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
-    # While a replica draws, the default generator holds the replica's numbers (replicas/rng/replica_rng.py). Without the
-    # lock these could be taken for the caller's.
+    # While a replica draws, the default generator holds the replica's numbers (``replicas.rng.replica_rng``). Without
+    # the lock these could be taken for the caller's.
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()
 
