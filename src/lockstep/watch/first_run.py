@@ -33,7 +33,7 @@ from lockstep.watch.captures import (
     matches_in,
     state_of,
 )
-from lockstep.watch.profiled_calls import DRAW_ADVICE
+from lockstep.watch.python_draws import DRAW_ADVICE
 from lockstep.watch.step_guard import refusing_plain_calls
 from lockstep.watch.step_names import warn_of_step
 

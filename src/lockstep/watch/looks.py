@@ -1,6 +1,6 @@
 """Chooses what looks at a run of a step function.
 
-    first run             FirstRun, ProfiledCalls, LossLook
+    first run             FirstRun, PythonDraws, LossLook
     first uneven batch    LossLook; before, UpdateWait until an update has used the first run's gradients
     some runs with rows   RowCheck, as ``rows.is_due`` says
 
@@ -22,7 +22,7 @@ from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Run, Watcher
 from lockstep.watch.first_run import FirstRun
 from lockstep.watch.loss_graph_check import LossLook, StepLosses, UpdateWait
-from lockstep.watch.profiled_calls import ProfiledCalls
+from lockstep.watch.python_draws import PythonDraws
 from lockstep.watch.row_check import RowCheck, RunCount
 from lockstep.watch.rows import is_due
 from lockstep.watch.step_names import is_of_the_package
@@ -74,7 +74,7 @@ class Looks(Watcher):
         losses = count.losses
         if count.runs == 1:
             yield LossLook(losses, run, modules)
-            yield ProfiledCalls(run, self._modes)
+            yield PythonDraws(run, self._modes)
         elif losses.waits:
             yield UpdateWait(losses, count.runs)
         elif not losses.saw_uneven and len(set(run.rows)) > 1:

@@ -109,7 +109,7 @@ class SeededDraws:
         return zlib.crc32(repr(sorted(self.draws)).encode()) if self.draws else 0
 
 
-class ProfiledCalls(Watcher):
+class PythonDraws(Watcher):
     """Looks at the functions that a step calls in one run. ``modes`` are the local replicas' function modes."""
 
     def __init__(self, run: Run, modes: Sequence[ReplicaRng]) -> None:
@@ -252,7 +252,7 @@ def _equal_draws(replicas: Sequence[SeededDraws]) -> str:
     for one, other in combinations(replicas, 2):
         for state in one.draws.keys() & other.draws.keys():
             (generator, line), (another, _) = one.draws[state], other.draws[state]
-            # One generator in both replicas has one stream, of which ``ProfiledCalls`` warns otherwise.
+            # One generator in both replicas has one stream, of which ``PythonDraws`` warns otherwise.
             if generator is not another:
                 return line
     return ""
