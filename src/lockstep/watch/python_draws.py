@@ -6,8 +6,10 @@
 
 Generators of Python and NumPy draw in C, and a program may have bound their functions to names of its own, so that only
 a function of ``sys.setprofile`` sees all draws. It is slow, so only a first run has one. A profiler of the program's is
-left alone, since a thread has one such function. Seeds are told by the states that draws begin at: those that differ by
-replica are right, and so are seeds that nothing is drawn after.
+left alone, since a thread has one such function. States compared before and after a run do not do: they tell neither
+which thread drew, of the replicas and those that load data, nor see a generator that a step makes and drops, whose type
+in C takes no patch (NumPy 2.4); ``sys.monitoring`` came with Python 3.12. Seeds are told by the states that draws begin
+at: those that differ by replica are right, and so are seeds that nothing is drawn after.
 """
 
 from __future__ import annotations
