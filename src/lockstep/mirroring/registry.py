@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -35,13 +35,14 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
 from lockstep.replicas.owner import Owner
 
+T = TypeVar("T")
+
 
 class MirroredObjects:
     """What one strategy has mirrored, held weakly: a mirrored module keeps its strategy alive, and not vice versa.
 
     Attributes:
         num_mirrored: how many modules have been mirrored so far.
-        optimizers: the mirrored optimizers in use.
     """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
@@ -57,13 +58,18 @@ class MirroredObjects:
         self._changes = 0
         # By module: with an optimizer the program keeps the sums alive, without one its module does.
         self._sums_by_hand: WeakKeyDictionary[MirroredModule, GradientSums] = WeakKeyDictionary()
-        self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
+        self._optimizers: WeakValueDictionary[int, MirroredOptimizer] = WeakValueDictionary()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
 
     @property
     def modules(self) -> tuple[MirroredModule, ...]:
         """The modules in use, in the order of mirroring."""
-        return tuple(self._modules.values())
+        return _alive(self._modules)
+
+    @property
+    def optimizers(self) -> tuple[MirroredOptimizer, ...]:
+        """The mirrored optimizers in use, in the order of mirroring."""
+        return _alive(self._optimizers)
 
     @property
     def revision(self) -> tuple[int, int]:
@@ -114,7 +120,7 @@ class MirroredObjects:
         make_sums = partial(self._make_sums, strategy)
         mirrored = MirroredOptimizer(strategy, optimizer, self._copies_by_parameter, make_sums, self._partition)
         _check_memory(strategy.devices, mirrored.parameters)
-        self.optimizers.add(mirrored)
+        self._optimizers[id(mirrored)] = mirrored
         return mirrored
 
     def sum_after_run(self, strategy: Owner) -> None:
@@ -140,7 +146,7 @@ class MirroredObjects:
     def _without_sums(self) -> list[tuple[nn.Parameter, ...]]:
         """The copies of each parameter whose gradients nothing sums."""
         # The program may have dropped an optimizer, whose parameters are then summed by hand.
-        now = (self._changes, len(self._modules), len(self.optimizers))
+        now = (self._changes, len(self._modules), len(self._optimizers))
         if self._cached_at != now:
             self._cached_at = now
             times = Counter(id(copies[0]) for sums in self.gradient_sums() for copies in sums.parameters)
@@ -207,7 +213,7 @@ class MirroredObjects:
 
     def align(self) -> None:
         """Copies the user's changes since the last run to all replicas, or refuses them."""
-        for variable in tuple(self._variables.values()):
+        for variable in _alive(self._variables):
             variable.check_unchanged()
         for module in self.modules:
             if module.align():
@@ -265,6 +271,11 @@ class MirroredObjects:
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
         self.follow()
         return {id(copies[0]): copies for copies in self._parameters()}
+
+
+def _alive(objects: WeakValueDictionary[int, T]) -> tuple[T, ...]:
+    """The values of a dict, which may lose some at any time. Iterating over it instead takes three times as long."""
+    return tuple([value for reference in objects.valuerefs() if (value := reference()) is not None])
 
 
 def _copies_of(module: MirroredModule) -> Iterator[tuple[nn.Parameter, ...]]:
