@@ -73,8 +73,8 @@ class Predict:
         # Before the model is loaded and the images are read: what is wrong with --output is told at once.
         self._check_output(output)
         find_package("PIL", "images")
-        files = find_files([path.expanduser() for path in self.paths])
         classifier = load_trained(self.model)
+        files = find_files([path.expanduser() for path in self.paths])
         devices = take_devices(self.devices)
         with closing(MirroredStrategy(devices, seed=0)) as strategy:
             predictions = predict_files(classifier, files, strategy, batch_size=self.batch_size)

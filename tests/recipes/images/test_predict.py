@@ -162,3 +162,9 @@ def test_several_workers_are_refused_before_they_write_the_same_files(
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
     assert main(["predict", "model", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert "the environment declares 2 workers" in capsys.readouterr().err
+
+
+def test_the_model_is_looked_at_before_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"], "model_type": "bert"}))
+    assert main(["predict", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "out")]) == 2  # without an image
+    assert "has a BertForMaskedLM" in capsys.readouterr().err
