@@ -114,8 +114,9 @@ class Limits:
             )
         if self.load > 1.5 * self.usable_cores:
             yield Trouble(
-                f"The load average is {self.load:.1f} on {self.usable_cores} cores: other programs compute too. Threads "
-                "that wait for each other then take time from those that compute, unless OMP_WAIT_POLICY=passive is set."
+                f"The load average is {self.load:.1f} on {self.usable_cores} cores: other programs compute too. "
+                "Threads that wait for each other then take time from those that compute, unless "
+                "OMP_WAIT_POLICY=passive is set."
             )
 
 
