@@ -2,9 +2,8 @@
 
     one device, step 4 -> 2 x 2 x 2, step 8 -> 1 x 4 x 1 -> one device        each of them goes on to the end besides
 
-Real processes over gloo; each number of workers is launched once, in `make test`: the launches take 37 s of processor
-time and all tests of what they leave one, so that none of these is slow. The numbers are those of a loop by hand, in
-float64.
+Real processes over gloo; each number of workers is launched once, and all tests are in one tier: the launches take 37 s
+of processor time and the tests of what they leave one. The numbers are those of a loop by hand, in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import lockstep as ls
 from lockstep.checkpoint.format import Contents, read_checkpoint
 from lockstep.errors import CheckpointError
 
-pytestmark = [pytest.mark.workers, pytest.mark.usefixtures("one_core")]
+pytestmark = [pytest.mark.slow, pytest.mark.workers, pytest.mark.usefixtures("one_core")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_checkpoints.py"
 LIMIT_S = 250
@@ -188,7 +187,6 @@ def test_weights_that_were_loaded_are_everyones(eight: Any):
     assert differing(eight["loaded"], eight["from one"]["weights"]) == []
 
 
-@pytest.mark.slow
 def test_what_cannot_be_is_refused_and_a_worker_killed_in_a_save_leaves_the_one_before(tmp_path: Path, start_job: Any):
     folder = tmp_path / "kept"
     workers = start_job(in_trouble, str(folder), workers=2)
