@@ -65,10 +65,10 @@ def may_read_ahead(dataset: Any) -> bool:
     if not (isinstance(dataset.dataset, IterableDataset) or is_random or type(rows) in _DRAW_AT_FIRST):
         return False
     collates = dataset.collate_fn in (default_collate, default_convert)
-    return dataset.num_workers > 0 or (collates and _draws_nothing(dataset.dataset))
+    return has_processes(dataset) or (collates and _draws_nothing(dataset.dataset))
 
 
-def has_processes(dataset: Any) -> bool:
+def has_processes(dataset: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether this is a DataLoader whose rows are loaded by processes of its own."""
     return isinstance(dataset, DataLoader) and dataset.num_workers > 0
 
@@ -86,7 +86,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 def persists(dataset: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether this is a DataLoader whose processes live on from one iteration to the next."""
-    return isinstance(dataset, DataLoader) and dataset.persistent_workers and dataset.num_workers > 0
+    return has_processes(dataset) and dataset.persistent_workers
 
 
 def started(dataset: Any) -> bool:

@@ -175,6 +175,7 @@ def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
 
 
 def _leaves(structure: Any) -> list[Any]:
+    """The leaves without attributes of batches; a list with one item a row is one leaf."""
     kind = type(structure)
     if kind in LEAVES:
         return [structure]

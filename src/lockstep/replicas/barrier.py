@@ -61,8 +61,8 @@ class ReplicaBarrier:
         self._streams = streams
         # A plain lock, taken and released in one step each by "with": an interrupted replica cannot leave it taken.
         self._lock = threading.Lock()
-        # Two, because each meeting woke the owner of the run, which has nothing to do then: of a step of 1.0 ms of one
-        # replica with three meetings it took 0.1 ms (an MLP of width 64).
+        # Two, since the owner of the run has nothing to do at a meeting: woken there, its thread would take the
+        # interpreter from the replicas, twice or more in each step.
         self._met = threading.Condition(self._lock)
         self._settled = threading.Condition(self._lock)
         self._meeting = _Meeting()
