@@ -116,3 +116,24 @@ def test_attention_weights_are_dropped_and_scaled():
     )
     assert float(output) == pytest.approx(1.0, abs=5 * math.sqrt(0.4 / 0.6 / keys))
     assert float(output) != 1.0
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["as they are", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_with_dropout_has_the_bits_of_torch_s(name: str, dtype: torch.dtype, autocast: bool):
+    # A replica alone may run without the function mode, where torch's own attention draws the same numbers.
+    random = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 5, 8, generator=random).to(dtype).requires_grad_()
+    options = dict(MASKS[name])
+    if options.get("attn_mask") is not None and options["attn_mask"].is_floating_point():
+        options["attn_mask"] = options["attn_mask"].to(dtype)
+    results = []
+    for attend in (F.scaled_dot_product_attention, ops.attention):
+        generator = [] if attend is F.scaled_dot_product_attention else [torch.Generator().manual_seed(7)]
+        with torch.random.fork_rng(), torch.autocast("cpu", enabled=autocast):
+            torch.manual_seed(7)
+            output = attend(*generator, query, key, value, dropout_p=0.3, **options)
+            results.append([output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))])
+    assert all(map(torch.equal, *results))
+    assert results[0][0].dtype == results[1][0].dtype

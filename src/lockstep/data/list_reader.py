@@ -102,6 +102,25 @@ class ListReader:
         rows = self._num_rows(below)
         return rebuilt(batch, [self._mark(child, name, rows) for name, child in below])
 
+    def tensors_of(self, batch: Any) -> list[Tensor] | None:
+        """Returns the tensors of a batch that is nothing but a tuple, list or dict of them; None for any other.
+
+        Nearly every batch is one, and nothing in it can be a list of rows.
+        """
+        kind = type(batch)
+        if kind is dict:
+            tensors = list(batch.values())
+        elif kind is tuple or (kind is list and (self._lists == "columns" or self.modes.get(_ROOT) == "columns")):
+            tensors = list(batch)
+        else:
+            return None
+        if len(tensors) > _MOST_ITEMS and kind is not dict:
+            return None
+        for tensor in tensors:
+            if type(tensor) is not Tensor:
+                return None
+        return tensors or None
+
     def _root_is_rows(self, batch: Any) -> bool:
         if self.is_item:
             return False

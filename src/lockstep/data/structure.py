@@ -161,7 +161,10 @@ def shard_leaves(arguments: Any, replicas: int) -> tuple[list[list[Any]], bool]:
         if is_kind(leaf, PerReplica):
             distributed = True
             for shard, value in zip(shards, leaf.values, strict=True):
-                shard += [value] if type(value) is Tensor else _leaves(value)
+                if type(value) is Tensor:
+                    shard.append(value)
+                else:
+                    shard += _leaves(value)
         else:
             for shard in shards:
                 shard.append(leaf)

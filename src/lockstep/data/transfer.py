@@ -41,6 +41,7 @@ class Transfer:
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
         self._devices = tuple(devices)
         gpus = {device.physical: (driver, device) for device in devices if (driver := driver_of(device)) is not None}
+        self._all_on_cpu = all(device.torch_device.type == "cpu" for device in devices)
         self._copying = {
             physical: (driver, device.torch_device, driver.side_stream(device.torch_device, "copy"))
             for physical, (driver, device) in gpus.items()
@@ -51,6 +52,8 @@ class Transfer:
 
     def __call__(self, batch: Any) -> Any:
         """Returns the batch with every tensor on its replica's device, and other values as they are."""
+        if self._all_on_cpu and _is_on_cpu(batch):
+            return batch
         in_flight = _InFlight([], [])
         sources: list[torch.Tensor] = []
 
@@ -108,3 +111,17 @@ class Transfer:
                     # Without this the allocator knows only the stream of the copy, and may hand the memory out again
                     # while the step still reads it (test_what_reaches_a_gpu_is_complete_and_stays_while_it_is_read).
                     mark.driver.use_on(copy, stream)
+
+
+def _is_on_cpu(batch: Any) -> bool:
+    """Whether a batch is nothing but a tuple, list or dict of tensors that are on the CPU already."""
+    kind = type(batch)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return False
+    for shards in batch.values() if kind is dict else batch:
+        if type(shards) is not PerReplica:
+            return False
+        for shard in shards.values:
+            if type(shard) is not torch.Tensor or not shard.is_cpu:
+                return False
+    return True

@@ -154,6 +154,21 @@ class ReplicaContext:
         return f"ReplicaContext({place} on {self.device.name})"
 
 
+class SoleReplicaContext(ReplicaContext):
+    """The context of a replica that no other runs beside, of this worker or others: nobody is waited for."""
+
+    def __init__(self, strategy: Owner, device: LogicalDevice, slot: IssueSlot) -> None:
+        super().__init__(strategy, 0, device, None, slot)
+
+    def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Runs ``combine`` on the value, in cross-replica context."""
+        token = _current.set(None)
+        try:
+            return combine([value])
+        finally:
+            _current.reset(token)
+
+
 def _call_merged(
     fn: Callable[..., Any], strategy: Owner, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> Any:

@@ -25,7 +25,8 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError
 from lockstep.replicas.barrier import IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.replicas.caller_state import CallerState, Profile
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.caller_thread import CallerThread
+from lockstep.replicas.context import ReplicaContext, SoleReplicaContext, get_replica_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
@@ -120,6 +121,9 @@ class ReplicaRunner:
         self._current: ReplicaBarrier | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares, first=first_replica)
+        is_alone = len(devices) == 1 and devices[0].kind == "CPU"
+        self._callers_thread = CallerThread(generators[0], shares[0]) if is_alone else None
+        self._only_slot = IssueGate(1)
         self.seed, self.threads = seed, shares
 
     def run(
@@ -129,15 +133,21 @@ class ReplicaRunner:
         bodies: Sequence[Callable[[], Any]],
         rows: Sequence[int | None],
         note: ErrorNote,
+        *,
+        needs_modes: bool = True,
     ) -> list[Any]:
         """Returns the bodies' results in replica order, or raises the first failing replica's own error.
 
         The bodies call ``fn``, by which the issue policy knows a step again. ``rows`` has each replica's shard length,
-        None where unknown, for messages; ``note`` makes the note on an error.
+        None where unknown, for messages; ``note`` makes the note on an error. ``needs_modes`` says whether a torch
+        call of the bodies can mean something else in a replica than outside, random numbers aside.
         """
         self._threads.check_caller()
         caller = CallerState.capture()
+        here = None if needs_modes else self._callers_thread
         with self._one_run:
+            if here is not None and here.suits(caller) and not is_profiled():
+                return [self._run_here(here, strategy, bodies[0], note)]
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
@@ -167,6 +177,16 @@ class ReplicaRunner:
             for policy in () if caller.one_at_a_time else self._policies.values():
                 policy.record(fn, took)
         return run.results
+
+    def _run_here(self, here: CallerThread, strategy: Owner, body: Callable[[], Any], note: ErrorNote) -> Any:
+        """Runs the body of the only replica in the caller's thread."""
+        replica = SoleReplicaContext(strategy, self._devices[0], self._only_slot)
+        try:
+            with here:
+                return copy_context().run(_in_replica, replica, body)
+        except BaseException as raised:
+            _add_note(note, self._names[0], 0, raised)
+            raise
 
     def _submit(
         self, run: _Run, strategy: Owner, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
@@ -265,7 +285,7 @@ class _Run:
                 finally:
                     slot.release()
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
-                self._add_note(replica, raised)
+                _add_note(self._note, self._names[replica], replica, raised)
                 self.barrier.leave(replica, raised)
             else:
                 self.barrier.leave(replica)
@@ -289,10 +309,16 @@ class _Run:
             stack.enter_context(slot.naming_device() if isinstance(slot, GpuSlot) else nullcontext())
             return stack.pop_all()
 
-    def _add_note(self, replica: int, raised: BaseException) -> None:
-        if isinstance(raised, ReplicaStopped):
-            return
-        note = self._note(self._names[replica], replica, raised)
-        with suppress(Exception):  # its class may refuse
-            if note:
-                raised.add_note(note)
+
+def _in_replica(replica: ReplicaContext, body: Callable[[], Any]) -> Any:
+    replica.make_current()
+    return body()
+
+
+def _add_note(note: ErrorNote, name: str, replica: int, raised: BaseException) -> None:
+    if isinstance(raised, ReplicaStopped):
+        return
+    text = note(name, replica, raised)
+    with suppress(Exception):  # its class may refuse
+        if text:
+            raised.add_note(text)

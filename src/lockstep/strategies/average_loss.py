@@ -64,7 +64,7 @@ def compute_average_loss(
         check_number("global_batch_size", global_batch_size, least=1, most=sys.maxsize, whole=True)
         return total / global_batch_size
     rows: int = per_example_loss.shape[0]
-    if context is not None:
+    if context is not None and context.num_replicas_in_sync > 1:
         rows = context.meet(_NAME, rows, partial(_rows_of_all, context.workers))
     # An empty global batch has a loss of 0 and not NaN.
     return total / max(rows, 1)

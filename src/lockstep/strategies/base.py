@@ -49,6 +49,7 @@ from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchroni
 from lockstep.parallel.mesh_layout import MeshLayout
 from lockstep.replicas.barrier import ReplicaBarrier
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
+from lockstep.replicas.cpu.linear import may_suit, onednn_is_faster
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.issue_gate import IssueGate
@@ -156,8 +157,8 @@ class Strategy(ABC):
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
     @abstractmethod
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Calls one body in each replica's context and returns their results."""
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
+        """Calls one body in each replica's context and returns their results. ``watched``: whether anyone looks."""
 
     @property
     @abstractmethod
@@ -240,7 +241,7 @@ class Strategy(ABC):
         watchers = self._watch(run)
         moments = self._moments(run, watchers) if watchers else nullcontext()
         with OwnFramesHidden(), Scope(self), moments, self._mirrored.run_end(len(self.devices)):
-            results = self._execute(run, self._bodies(run, watchers))
+            results = self._execute(run, self._bodies(run, watchers), watched=bool(watchers))
         return self._merge(results)
 
     def _check_run(self, fn: Any, args: Any, kwargs: Any) -> None:
@@ -521,14 +522,26 @@ class ThreadedStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return self._runner.function_modes
 
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(run.fn, "__qualname__", type(run.fn).__qualname__)
             # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
         if self._replica_block is not nullcontext:
             bodies = [partial(_run_within, self._replica_block, body) for body in bodies]
-        return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run))
+        needs_modes = watched or self._needs_modes(run)
+        return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run), needs_modes=needs_modes)
+
+    def _needs_modes(self, run: Run) -> bool:
+        """Whether a torch call of the run can be another in a replica than outside, random numbers aside."""
+        if self.workers.num_replicas > 1 or self._mirrored.need_modes:
+            return True
+        if not onednn_is_faster():
+            return False
+        # Set for runs with the mode too: whether one has it may depend on other threads, and its numbers must not.
+        may_suit_onednn = may_suit(run.shards[0], self._mirrored.largest_weight)
+        self._runner.function_modes[0].use_replacements(use=may_suit_onednn)
+        return may_suit_onednn
 
 
 def _end_moments(watcher: Watcher, run: Run, _: object, error: BaseException | None, __: object) -> None:
@@ -633,7 +646,7 @@ class DefaultStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return ()
 
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
         device = self.devices[0]
         # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)

@@ -411,7 +411,7 @@ class StepGuards(Watcher):
 
     def looks_at(self, run: Run) -> Sequence[Watcher]:
         """Begins the claims of the run; makes the guards anew where a module, a weight or a sum has changed."""
-        if self._has_others or any(module.is_part for module in self._objects.modules):
+        if self._has_others or self._objects.are_parts:
             self._claims.clear(one_replica=len(self._modes) == 1)
             if self._revision != self._objects.revision:
                 self._revision = self._objects.revision

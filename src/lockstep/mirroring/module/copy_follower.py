@@ -77,8 +77,10 @@ class _Structure:
 class CopyFollower:
     """Has the copies of one mirrored module, the first of which is the user's, follow it.
 
-    ``peers`` returns the propagations of all modules of the strategy, which may have submodules in common. ``alone``
-    says that there is no other copy, here or on other workers, that would have to follow.
+    ``peers`` returns the propagations of all modules of the strategy, which may have submodules in common.
+
+    Attributes:
+        is_alone: whether there is no other copy, here or on other workers, that would have to follow.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class CopyFollower:
         *,
         alone: bool = False,
     ) -> None:
-        self._alone = alone
+        self.is_alone = alone
         self._copies = copies
         self._devices = devices
         self._groups = groups
@@ -112,7 +114,7 @@ class CopyFollower:
         Returns whether any copy has other weights, buffers or submodules than before, or weights in other memory.
         Raises UsageError if something was set that cannot be copied.
         """
-        if self._alone:
+        if self.is_alone:
             return False
         if self._in_run:  # begun before, and not run
             self._end_run()
@@ -129,13 +131,13 @@ class CopyFollower:
         try:
             yield
         finally:
-            if not self._alone:
+            if not self.is_alone:
                 self.bring_changes()
                 self._begin_run()
 
     def bring_changes(self) -> bool:
         """Does so for reads and loads between runs too, but leaves training modes and frozen parameters."""
-        if self._in_run or self._alone:
+        if self._in_run or self.is_alone:
             return False
         moved = self._copy_values()
         if self._snapshot.is_current():

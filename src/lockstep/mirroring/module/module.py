@@ -67,6 +67,7 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: function(self._copy(), *args)
 
 
+_NO_BLOCK = nullcontext()
 OnReturn = Callable[[Any], None]
 OnCall = Callable[["MirroredModule", Any, Any], OnReturn | None]
 
@@ -92,6 +93,7 @@ class MirroredModule(nn.Module):
         shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
         on_call: called with this module and the arguments of each call in a replica. What they return, unless None, is
             called with the outputs.
+        is_channels_last: whether mirroring has given the weights that memory format.
         is_in_first_run: whether copies have hooks that watch a first run; a torch.compile around it compiles the next.
     """
 
@@ -107,6 +109,8 @@ class MirroredModule(nn.Module):
         partition: PartitionPolicy,
         peers: Callable[[], Iterable[CopyFollower]],
         sync_batchnorm: bool,
+        *,
+        is_channels_last: bool = False,
     ) -> None:
         super().__init__()
         devices, workers = owner.devices, partition.peers(owner.workers)
@@ -126,6 +130,7 @@ class MirroredModule(nn.Module):
         self._replicas_to_check = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled_copies: CompiledCopies | None = None
         self._surrounding_compile = SurroundingCompile(self._copies)
+        self.is_channels_last = is_channels_last
         self.on_call: list[OnCall] = []
         self.is_in_first_run = False
         self.__dict__[_INIT_MARK] = True
@@ -154,8 +159,11 @@ class MirroredModule(nn.Module):
         # Inside a function mode, such as that for one row, the compiled code is not used: its graph has no modes.
         if self._compiled_copies is not None and isinstance(block, nullcontext):
             return self._compiled_copies(context.local_replica, copy.training, args, kwargs)
-        with block:
+        if block is _NO_BLOCK:
             outputs = copy(*args, **kwargs)
+        else:
+            with block:
+                outputs = copy(*args, **kwargs)
         return _returned(on_return, outputs) if on_return else outputs
 
     @not_compiled
@@ -186,7 +194,7 @@ class MirroredModule(nn.Module):
         on_return = [callback(self, args, kwargs) for callback in self.on_call] if self.on_call else []
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        block: AbstractContextManager[object] = nullcontext() if alone else normalising_single_row(copy, args, kwargs)
+        block: AbstractContextManager[object] = _NO_BLOCK if alone else normalising_single_row(copy, args, kwargs)
         if context.local_replica in self._replicas_to_check and copy.training and not alone:
             self._replicas_to_check.discard(context.local_replica)
             block = RefusingOtherBatchNorms()
@@ -505,7 +513,8 @@ def mirror_module(
     for replica, device in enumerate(devices[1:], start=1):
         with allocating_on(device):
             copies.append(copyings[replica].of(module, type(module).__name__))
-    return MirroredModule(owner, copies, partition, peers, sync_batchnorm)
+    is_channels_last = target_format not in (None, torch.contiguous_format)
+    return MirroredModule(owner, copies, partition, peers, sync_batchnorm, is_channels_last=is_channels_last)
 
 
 def _check_can_be_mirrored(module: nn.Module) -> None:

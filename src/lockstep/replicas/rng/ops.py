@@ -43,22 +43,54 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention. With dropout torch uses the same unfused path on a CPU, so nothing is lost."""
+    """Scaled dot-product attention, with the bits of torch's: with dropout it is not fused on a CPU either."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if not torch.is_autocast_enabled("cpu"):
+        return _unfused(generator, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # Autocast casts the arguments of attention, and nothing in it.
+    query, key, value = _as_autocast(query), _as_autocast(key), _as_autocast(value)
+    attn_mask = None if attn_mask is None else _as_autocast(attn_mask)
+    with torch.autocast("cpu", enabled=False):
+        return _unfused(generator, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(torch.get_autocast_dtype("cpu")) if is_cast else tensor
+
+
+def _unfused(
+    generator: torch.Generator,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """The steps of at::_scaled_dot_product_attention_math, torch 2.13, in its order."""
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.float()
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = torch.matmul(query * (1 / math.sqrt(query.size(-1)) if scale is None else scale), key.transpose(-2, -1))
+    root = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
     if is_causal:
         attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
     weights = safe_softmax(scores, -1)  # a row with no key to attend to gives zeros, not NaN, as in torch
-    return torch.matmul(_zero(weights, torch.empty_like(weights), dropout_p, generator), value)
+    return torch.matmul(_zero(weights, torch.empty_like(weights), dropout_p, generator), value).to(dtype)
 
 
 REWRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(

@@ -163,13 +163,17 @@ class ReplicaRng(TorchFunctionMode):
         super().__init__()
         self.generator = generator
         self._applies = applies
-        replaced: dict[Any, Any] = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm}
-        self._instead = replaced | dict(instead)
+        self._mended: dict[Any, Any] = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm}
+        self._instead = self._all_instead = self._mended | dict(instead)
         self.guard: TorchCalled | None = None
         self._looks: tuple[TorchCalled, ...] = ()
         self._passed_on = _METADATA
         self._profile: Any = None  # the function of sys.setprofile, while a call is looked at
         self._entered: list[Token[GeneratorHere | None]] = []
+
+    def use_replacements(self, *, use: bool) -> None:
+        """Whether calls from now on use the functions given as ``instead``."""
+        self._instead = self._all_instead if use else self._mended
 
     def __enter__(self) -> ReplicaRng:
         self._entered.append(own_generator.set(self._generator_here))
