@@ -20,10 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 import lockstep as ls
 from lockstep.errors import UsageError
+from lockstep.replicas import caller_thread
 from lockstep.replicas.cpu.linear import may_suit, onednn_is_faster
 from lockstep.replicas.watcher import Watcher, watching
 
 _COLOUR: ContextVar[str] = ContextVar("colour", default="none")
+
+
+@pytest.fixture(autouse=True)
+def _beside_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that libraries have left in this process after other tests' work count as those that draw nothing."""
+    names = tuple(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
+    monkeypatch.setattr(caller_thread, "_DRAW_NOTHING", caller_thread._DRAW_NOTHING + names)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def select(structure: Any, replica: int, num_replicas: int) -> Any:
     """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value."""
     kind = type(structure)
     if kind is PerReplica:
-        return _value_of(structure, replica, num_replicas)
+        return value_of(structure, replica, num_replicas)
     if kind in LEAVES:
         return structure
     if kind is tuple or kind is list:
@@ -79,11 +79,12 @@ def select(structure: Any, replica: int, num_replicas: int) -> Any:
     leaves, spec = tree_flatten(structure)
     for at, leaf in enumerate(leaves):
         if issubclass(type(leaf), PerReplica):
-            leaves[at] = _value_of(leaf, replica, num_replicas)
+            leaves[at] = value_of(leaf, replica, num_replicas)
     return tree_unflatten(leaves, spec)
 
 
-def _value_of(values: PerReplica[T], replica: int, num_replicas: int) -> T:
+def value_of(values: PerReplica[T], replica: int, num_replicas: int) -> T:
+    """The value of a replica. Raises ConfigError if there are other values than one for each of ``num_replicas``."""
     if len(values._values) != num_replicas:
         raise ConfigError(
             f"a PerReplica argument has {len(values._values)} values, but the strategy has {num_replicas} replicas; "
@@ -100,6 +101,8 @@ def merge(results: Sequence[Any]) -> Any:
     by identity alone. Results of different structure (None from one replica, a tensor from another) become a single
     PerReplica.
     """
+    if len(results) == 1:
+        return results[0]
     if all(type(result) in LEAVES for result in results):
         return _merged(tuple(results))
     leaves, spec = tree_flatten(results[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
-from lockstep.collectives.per_replica import LEAVES, PerReplica
+from lockstep.collectives.per_replica import LEAVES, PerReplica, select, value_of
 from lockstep.data.typed_batches import TYPED, TypedMapping, is_attributes, is_typed_sequence, typed_sequence
 from lockstep.errors import DataError
 from lockstep.introspection import is_kind
@@ -150,25 +150,58 @@ def replica_leaves(view: Any) -> list[Any]:
     return [leaf for node in _leaves(view) for leaf in inside(node)]
 
 
-def shard_leaves(arguments: Any, replicas: int) -> tuple[list[list[Any]], bool]:
-    """Returns the leaves of each local replica's arguments, and whether any of them has a value for each replica.
+class Shards:
+    """What each of some replicas gets of the arguments of a run.
 
-    Mappings are looked into where they come from distributed data, and not where they are objects of the program.
+    Attributes:
+        leaves: the leaves of each replica's arguments. Mappings are looked into where they come from distributed data,
+            and not where they are objects of the program.
+        are_distributed: whether any argument has a value for each replica.
     """
-    shards: list[list[Any]] = [[] for _ in range(replicas)]
-    distributed = False
-    for leaf in _leaves(arguments):
-        if is_kind(leaf, PerReplica):
-            distributed = True
-            for shard, value in zip(shards, leaf.values, strict=True):
-                if type(value) is Tensor:
-                    shard.append(value)
-                else:
-                    shard += _leaves(value)
-        else:
-            for shard in shards:
-                shard.append(leaf)
-    return shards, distributed
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self.leaves: list[list[Any]] = [[] for _ in range(replicas)]
+        self.are_distributed = False
+
+    def views(self, arguments: Any) -> list[Any]:
+        """Returns each replica's view of a structure, and notes its leaves.
+
+        Raises ConfigError for values of as many replicas as another strategy has.
+        """
+        kind = type(arguments)
+        if kind is PerReplica:
+            return self._values(arguments)
+        if kind in LEAVES:
+            self._note(arguments)
+            return [arguments] * self._replicas
+        if kind is tuple or kind is list:
+            columns = [self.views(node) for node in arguments]
+            return [kind(column) for column in zip(*columns, strict=True)] if columns else [kind()] * self._replicas
+        if kind is dict:
+            columns = [self.views(node) for node in arguments.values()]
+            rows = zip(*columns, strict=True) if columns else [()] * self._replicas
+            return [dict(zip(arguments, row, strict=True)) for row in rows]
+        for leaf in _leaves(arguments):
+            if is_kind(leaf, PerReplica):
+                self._values(leaf)
+            else:
+                self._note(leaf)
+        return [select(arguments, replica, self._replicas) for replica in range(self._replicas)]
+
+    def _values(self, values: PerReplica[Any]) -> list[Any]:
+        self.are_distributed = True
+        views = [value_of(values, replica, self._replicas) for replica in range(self._replicas)]
+        for leaves, value in zip(self.leaves, views, strict=True):
+            if type(value) is Tensor:
+                leaves.append(value)
+            else:
+                leaves += _leaves(value)
+        return views
+
+    def _note(self, leaf: Any) -> None:
+        for leaves in self.leaves:
+            leaves.append(leaf)
 
 
 def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:

@@ -14,10 +14,10 @@ import torch
 from lockstep.replicas.caller_state import CallerState
 
 # Threads that never draw from torch's default generator: of this package but for those that read data, of progress
-# bars, of the queues to DataLoaders' processes, and of Jupyter's kernel.
+# bars, of the queues to DataLoaders' processes, of torch.compile's processes, and of Jupyter's kernel.
 _DRAW_NOTHING = (
     *("lockstep-replica-", "lockstep-sums", "lockstep-store", "lockstep-heartbeat", "tqdm_monitor", "pytest_timeout"),
-    *("QueueFeederThread", "IPythonHistorySavingThread", "IOPub", "Heartbeat", "Control"),
+    *("QueueFeederThread", "InductorSubproc", "IPythonHistorySavingThread", "IOPub", "Heartbeat", "Control"),
 )
 
 
@@ -40,15 +40,12 @@ class CallerThread:
         Other threads could draw from torch's default generator meanwhile: then the replica keeps to its own thread,
         whose function mode has a generator for itself.
         """
-        return (
-            caller.is_ordinary
-            and torch.get_num_threads() == self._threads
-            and all(
-                thread.name.startswith(_DRAW_NOTHING)
-                for thread in threading.enumerate()
-                if thread.ident != threading.get_ident()
-            )
-        )
+        if not caller.is_ordinary or torch.get_num_threads() != self._threads:
+            return False
+        for thread in threading.enumerate():
+            if not thread.name.startswith(_DRAW_NOTHING) and thread.ident != threading.get_ident():
+                return False
+        return True
 
     def __enter__(self) -> None:
         default = torch.default_generator

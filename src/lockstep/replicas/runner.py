@@ -134,17 +134,17 @@ class ReplicaRunner:
         rows: Sequence[int | None],
         note: ErrorNote,
         *,
-        needs_modes: bool = True,
+        is_plain: bool = False,
     ) -> list[Any]:
         """Returns the bodies' results in replica order, or raises the first failing replica's own error.
 
         The bodies call ``fn``, by which the issue policy knows a step again. ``rows`` has each replica's shard length,
-        None where unknown, for messages; ``note`` makes the note on an error. ``needs_modes`` says whether a torch
-        call of the bodies can mean something else in a replica than outside, random numbers aside.
+        None where unknown, for messages; ``note`` makes the note on an error. ``is_plain``: the only body may run
+        in the caller's thread, since no torch call in it means something else in a replica, random numbers aside.
         """
         self._threads.check_caller()
         caller = CallerState.capture()
-        here = None if needs_modes else self._callers_thread
+        here = self._callers_thread if is_plain else None
         with self._one_run:
             if here is not None and here.suits(caller) and not is_profiled():
                 return [self._run_here(here, strategy, bodies[0], note)]

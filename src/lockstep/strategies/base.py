@@ -36,7 +36,7 @@ from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDa
 from lockstep.data.error_notes import ShardNotes
 from lockstep.data.list_reader import Lists
 from lockstep.data.sharding import shard_sizes
-from lockstep.data.structure import first_rows, shard_leaves
+from lockstep.data.structure import Shards, first_rows
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
@@ -157,8 +157,8 @@ class Strategy(ABC):
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
     @abstractmethod
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
-        """Calls one body in each replica's context and returns their results. ``watched``: whether anyone looks."""
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, is_plain: bool = False) -> list[Any]:
+        """Calls one body in each replica's context and returns their results. ``is_plain`` is as ``_is_plain``."""
 
     @property
     @abstractmethod
@@ -236,33 +236,42 @@ class Strategy(ABC):
             CollectiveError: the replicas did not meet at the same collective.
             UsageError: called inside a replica, or inside another strategy's scope.
         """
-        self._check_run(fn, args, kwargs)
+        modules = self._check_run(fn, args, kwargs)
         run = self._view_run(fn, args, kwargs)
         watchers = self._watch(run)
-        moments = self._moments(run, watchers) if watchers else nullcontext()
-        with OwnFramesHidden(), Scope(self), moments, self._mirrored.run_end(len(self.devices)):
-            results = self._execute(run, self._bodies(run, watchers), watched=bool(watchers))
+        with OwnFramesHidden(), Scope(self):
+            if self._is_plain(run, modules) and not watchers:
+                results = self._execute(run, self._bodies(run, watchers), is_plain=True)
+            else:
+                with self._moments(run, watchers), self._mirrored.run_end(len(self.devices)):
+                    results = self._execute(run, self._bodies(run, watchers))
         return self._merge(results)
 
-    def _check_run(self, fn: Any, args: Any, kwargs: Any) -> None:
+    def _check_run(self, fn: Any, args: Any, kwargs: Any) -> Sequence[MirroredModule]:
         """Refuses a call that is no run; copies the user's changes to all replicas, or refuses them."""
         self._outside("run")
         check_call(fn, args, kwargs, "strategy.run(step, (batch,))")
-        self._mirrored.align()
+        return self._mirrored.align()
+
+    def _is_plain(self, run: Run, modules: Sequence[MirroredModule]) -> bool:
+        """Whether the run is that of a plain program: one replica, and torch calls that mean what they do outside it.
+
+        Such a run is executed in the caller's thread where that can be, and leaves nothing to do for its end.
+        """
+        return False
 
     def _view_run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Run:
         """Divides the arguments among the local replicas."""
-        arguments, replicas = (tuple(args), dict(kwargs or {})), len(self.devices)
-        views = [self._view(arguments, replica) for replica in range(replicas)]  # refuses another strategy's values
-        shards, distributed = shard_leaves(arguments, replicas)
+        arguments, shards = (tuple(args), dict(kwargs or {})), Shards(len(self.devices))
+        views = shards.views(arguments)  # refuses another strategy's values
         return Run(
             strategy=self,
             fn=fn,
             arguments=arguments,
             views=views,
-            shards=shards,
-            rows=list(map(first_rows, shards)),
-            distributed=distributed,
+            shards=shards.leaves,
+            rows=list(map(first_rows, shards.leaves)),
+            distributed=shards.are_distributed,
         )
 
     def _watch(self, run: Run) -> Sequence[Watcher]:
@@ -522,26 +531,28 @@ class ThreadedStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return self._runner.function_modes
 
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, is_plain: bool = False) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(run.fn, "__qualname__", type(run.fn).__qualname__)
             # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
         if self._replica_block is not nullcontext:
             bodies = [partial(_run_within, self._replica_block, body) for body in bodies]
-        needs_modes = watched or self._needs_modes(run)
-        return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run), needs_modes=needs_modes)
+        return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run), is_plain=is_plain)
 
-    def _needs_modes(self, run: Run) -> bool:
-        """Whether a torch call of the run can be another in a replica than outside, random numbers aside."""
-        if self.workers.num_replicas > 1 or self._mirrored.need_modes:
-            return True
-        if not onednn_is_faster():
+    def _is_plain(self, run: Run, modules: Sequence[MirroredModule]) -> bool:
+        if self.workers.num_replicas > 1:
             return False
+        for module in modules:
+            # The mode mends an instance norm of torch's, in a format that mirroring has given the weights.
+            if not module.copy_follower.is_alone or module.is_channels_last or module.is_compiled:
+                return False
+        if not onednn_is_faster():
+            return True
         # Set for runs with the mode too: whether one has it may depend on other threads, and its numbers must not.
         may_suit_onednn = may_suit(run.shards[0], self._mirrored.largest_weight)
         self._runner.function_modes[0].use_replacements(use=may_suit_onednn)
-        return may_suit_onednn
+        return not may_suit_onednn
 
 
 def _end_moments(watcher: Watcher, run: Run, _: object, error: BaseException | None, __: object) -> None:
@@ -646,7 +657,7 @@ class DefaultStrategy(Strategy):
     def function_modes(self) -> Sequence[ReplicaRng]:
         return ()
 
-    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, watched: bool) -> list[Any]:
+    def _execute(self, run: Run, bodies: Sequence[Callable[[], Any]], *, is_plain: bool = False) -> list[Any]:
         device = self.devices[0]
         # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)

@@ -40,12 +40,14 @@ class GradientExchange(ABC):
     """How the gradients of one optimizer's parameters are summed over all replicas.
 
     Attributes:
+        is_local: whether the sums are over the replicas of this process alone.
         keeps_sums: whether replica 0, whose gradients are the sums after an update, is one of the local replicas.
         stays_on_device: whether nothing passes through the host, so that totals need not be read, nor ``open`` called.
         sharing: the workers among whom the optimizer's state is sharded; None if each keeps all of it.
         holds: what of the model's weights the optimizer of this worker holds, in words; empty for all of them.
     """
 
+    is_local = False
     keeps_sums = True
     stays_on_device = False
     holds: str = ""
@@ -79,7 +81,7 @@ MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExc
 class LocalExchange(GradientExchange):
     """Sums gradients between the replicas of one process, with the same bits however they are laid on devices."""
 
-    stays_on_device = True
+    stays_on_device = is_local = True
 
     def __init__(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
         self._parameters = parameters
@@ -130,6 +132,8 @@ def _additions(parts: Iterable[tuple[Node, int]], replicas: int) -> list[tuple[i
 
 class EvaluatorExchange(LocalExchange):
     """That of an evaluator, which takes no part in the training: its optimizers make no update."""
+
+    is_local = False
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
         """Raises a UsageError."""

@@ -111,6 +111,8 @@ class MirroredOptimizer(Optimizer):
             if not has_sums:
                 gradients.check_final(context.local_replica)
             self._update.apply(context)
+        elif self._update.is_of_one_device(context):
+            self._update.run_plain(context)
         else:  # the counts add up to 1: the replicas back-propagated parts of one loss, summed and not averaged
             self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
         gradients.home = GradientHome.REPLICAS

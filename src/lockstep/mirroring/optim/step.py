@@ -230,6 +230,27 @@ class LockstepUpdate:
                 watcher.update_ended(replica, parameters)
             return result
 
+    def is_of_one_device(self, context: ReplicaContext) -> bool:
+        """Whether there is nothing to sum, and nobody who looks: an update of one replica, on a CPU."""
+        has_hooks = self._hooks is not None and self._hooks.any
+        is_seen = self._on_gpus or context.watchers or has_hooks
+        return context.num_replicas_in_sync == 1 and self._exchange.is_local and not is_seen
+
+    def run_plain(self, context: ReplicaContext) -> None:
+        """The update where ``is_of_one_device``, by the gradients as they are: ``run`` with a count of 1."""
+        part, moments = self._slices[0], self._moments[0]
+        began = time.perf_counter()
+        moments[:] = [began]  # one alone says that the update has failed
+        with DisableTorchFunction():
+            self.optimizers.align()
+            self.optimizers.others_are_whole = True
+            if self.optimizers.divisible:
+                self.optimizers.step_slice(part.leader, part.parameters)
+            else:
+                context.meet("optimizer update", None, lambda _: self.optimizers.step(part.leader))
+        ended = time.perf_counter()
+        moments[:] = [began, began, began, ended, ended]
+
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
         """Before ``apply``: clips the sums in replica 0's copies; returns their norm before. All must call it."""
         part = self._slices[context.local_replica]
