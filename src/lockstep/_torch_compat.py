@@ -44,6 +44,7 @@ def _probe(purpose: str) -> Iterator[None]:
 
 
 with _probe("batches, arguments and results that are nested structures"):
+    from torch.utils._pytree import SUPPORTED_NODES as _NODES
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils._pytree import keystr as keystr
     from torch.utils._pytree import register_pytree_node as register_pytree_node
@@ -52,6 +53,11 @@ with _probe("batches, arguments and results that are nested structures"):
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+    def is_leaf_kind(kind: type) -> bool:
+        """Whether objects of a class are leaves of structures, as ``tree_flatten`` would tell."""
+        return kind not in _NODES and not (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
 
 with _probe("running the caller's function modes and default device in replica threads"):
     from torch.utils._device import DeviceContext as DeviceContext

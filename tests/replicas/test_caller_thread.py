@@ -220,7 +220,8 @@ def test_a_module_whose_format_was_changed_keeps_the_mode(make_strategy: MakeStr
         ([torch.zeros(32, 128, dtype=torch.long), 3, None], 128 * 128, True),  # tokens: a row each
         ([torch.zeros(32, 128, dtype=torch.long)], 16 * 16, False),
         ([], 16, True),  # a step that takes its batch from elsewhere
-        ([torch.zeros(4, 4), object()], 16, True),
+        ([object()], 16, True),
+        ([torch.zeros(4, 4), object()], 16, False),
         ([], 0, False),  # no module
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from lockstep._torch_compat import tree_flatten, tree_map, tree_unflatten
+from lockstep._torch_compat import is_leaf_kind, tree_flatten, tree_map, tree_unflatten
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import is_kind
 
@@ -76,6 +76,8 @@ def select(structure: Any, replica: int, num_replicas: int) -> Any:
         return kind([select(node, replica, num_replicas) for node in structure])
     if kind is dict:
         return {key: select(node, replica, num_replicas) for key, node in structure.items()}
+    if is_leaf_kind(kind) and not issubclass(kind, PerReplica):
+        return structure
     leaves, spec = tree_flatten(structure)
     for at, leaf in enumerate(leaves):
         if issubclass(type(leaf), PerReplica):
@@ -244,6 +246,8 @@ def read_tensors(structure: Any) -> Any:
 
 def read_per_replica(structure: Any) -> Any:
     """``structure`` with each variable replaced by its values in all local replicas."""
+    if is_leaf_kind(type(structure)) and not is_kind(structure, VariableBase):
+        return structure
     return tree_map(lambda leaf: leaf.per_replica if is_kind(leaf, VariableBase) else leaf, structure)
 
 

@@ -66,6 +66,8 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
         >>> tree_sum(["a", "b", "c", "d", "e"], lambda one, other: f"({one}{other})")
         '(((ab)(cd))e)'
     """
+    if len(values) == 1:
+        return values[0]
     ((_, total),) = sums_within(values, 0, len(values), add)
     return total
 

@@ -13,6 +13,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class BatchReader(Reader):
         with_digest: bool = False,
     ) -> None:
         super().__init__(dataset, list_reader)
-        self._rows = rows
+        self._rows = cache(rows)  # nearly all batches have as many rows
         self._with_digest = with_digest
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:

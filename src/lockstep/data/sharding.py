@@ -62,6 +62,8 @@ def batch_rows(batch: Any, *, is_item: bool = False) -> int:
 
     Raises DataError if leaves disagree in length, nothing has rows, or a leaf cannot be divided.
     """
+    if (rows := _rows_of_tensors(batch)) is not None:
+        return rows
     return _rows(map_leaves(as_tensor, batch, is_item=is_item), is_item=is_item)
 
 
@@ -114,6 +116,19 @@ def _common_rows(tensors: Sequence[torch.Tensor]) -> int | None:
         if not is_dense or not tensor.ndim or tensor.size(0) != total:
             return None
     return total
+
+
+def _rows_of_tensors(batch: Any) -> int | None:
+    """The number of rows of a tuple or list of tensors, and of dicts of tensors; None for any other batch."""
+    if type(batch) is not tuple and type(batch) is not list:
+        return None
+    tensors: list[torch.Tensor] = []
+    for node in batch:
+        for leaf in node.values() if type(node) is dict else (node,):
+            if type(leaf) is not torch.Tensor:
+                return None
+            tensors.append(leaf)
+    return _common_rows(tensors) if tensors else None
 
 
 def _column_shards(batch: Any, columns: Sequence[torch.Tensor], rows: LocalRows, *, copies: bool) -> Any:

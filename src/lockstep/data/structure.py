@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep._torch_compat import register_pytree_node, tree_leaves
+from lockstep._torch_compat import is_leaf_kind, register_pytree_node, tree_leaves
 from lockstep.collectives.per_replica import LEAVES, PerReplica, select, value_of
 from lockstep.data.typed_batches import TYPED, TypedMapping, is_attributes, is_typed_sequence, typed_sequence
 from lockstep.errors import DataError
@@ -172,7 +172,7 @@ class Shards:
         kind = type(arguments)
         if kind is PerReplica:
             return self._values(arguments)
-        if kind in LEAVES:
+        if kind in LEAVES or (is_leaf_kind(kind) and not (issubclass(kind, PerReplica) or is_attributes(arguments))):
             self._note(arguments)
             return [arguments] * self._replicas
         if kind is tuple or kind is list:
@@ -238,7 +238,7 @@ def take_rows(leaf: Any, start: int, size: int, *, copies: bool = False) -> Any:
     """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a tensor, or copies."""
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
-    rows = leaf.narrow(0, start, size)
+    rows = leaf if size == leaf.size(0) else leaf.narrow(0, start, size)
     if copies:
         rows = rows.clone(memory_format=torch.contiguous_format)
     # A step may change its shard in place. To autograd, a change of a view is a change of the whole batch, and so of

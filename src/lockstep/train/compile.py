@@ -45,6 +45,11 @@ class Precision:
         self._device_type = device_type
         self.scaler: torch.amp.GradScaler | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is cast."""
+        return self._dtype is None
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass and the loss. It is thread-local, so each replica enters its own."""
         if self._dtype is None:

@@ -254,9 +254,11 @@ class TrainLoop:
         if self._workers.is_single or self.pending:  # with several workers an update has exchanged the flags already
             self._workers.all_gather_numbers("end of a batch")
         flags = self._workers.agreed_flags
-        names, metrics = self.metrics.begin_compute() if ControlFlags.LOGS in flags else ([], NO_SCALARS)
-        self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
-        self._workers.clear_flags(flags & ~ControlFlags.STOP)
+        names, metrics = self.metrics.begin_compute() if flags and ControlFlags.LOGS in flags else ([], NO_SCALARS)
+        if self._callbacks:
+            self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
+        if flags:
+            self._workers.clear_flags(flags & ~ControlFlags.STOP)
 
     def _finish_cycle(self) -> None:
         """Updates with the gradients of an accumulation cycle that the end of the epoch cut short."""

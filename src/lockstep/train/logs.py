@@ -6,6 +6,7 @@ which looks at no number does not make the loop wait for the device.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import deque
@@ -124,8 +125,9 @@ class RunningLoss:
     def _take(self) -> None:
         numbers, epoch, step = self._pending.popleft()
         *pairs, update = numbers.read()
-        with naming_step(epoch, step):
-            check_finite(update)
+        if not math.isfinite(update):
+            with naming_step(epoch, step):
+                check_finite(update)
         for replica, (total, count) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
             if replica == len(self._rows):
                 self._rows.append((0.0, 0.0))

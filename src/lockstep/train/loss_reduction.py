@@ -228,6 +228,17 @@ class LabelMean:
         return weights.sum()
 
 
+def mean_as_pair(func: Callable[..., Any], input: Tensor, target: Tensor) -> Pair | None:
+    """The total and the count of one of torch's mean losses of two tensors; None if ``func`` is not known as one.
+
+    The tracer has the same of a loss that is called in a function of the program's.
+    """
+    names = _PARAMETERS.get(func)
+    if names is None:
+        return None
+    return _SUMMED.get(func, _values_summed)(func, {names[0]: input, names[1]: target})
+
+
 def _values_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
     values = func(**{**arguments, "reduction": "none"})
     return _sum_exactly(values), float(values.numel())

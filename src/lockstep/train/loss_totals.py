@@ -154,6 +154,8 @@ def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
         values, count = loss.values(shard.outputs, shard.batch.y)
         total = (_at_least_float32(values) * fitted_weight(weight, values)).sum()
         return LossTotals(total, count, values=values)
+    if isinstance(loss, NamedLoss) and (pair := loss.pair(shard.outputs, shard.batch.y)) is not None:
+        return LossTotals(*loss_sums(pair, shard.rows), values=pair[0])
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:

@@ -7,8 +7,8 @@ The loops in ``fit.py`` and ``inference.py`` run outside the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
 
+# Made once: a step of small layers takes half a millisecond.
+_NO_BLOCK: AbstractContextManager[object] = nullcontext()
+_NO_TRACER: AbstractContextManager[ReductionTracer | None] = nullcontext()
+
+
 class ReplicaState:
     """What one replica keeps from step to step: its metrics by name, and its sums since the last update."""
 
@@ -62,7 +67,9 @@ class ReplicaState:
     def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
         # In double precision, as the sums of an epoch grow and the losses that are added to them do not.
-        self.sums = Totals(self.sums.total + _double(total), self.sums.count + _double(count))
+        on_cpu = replica_of_step().device.kind == "CPU"
+        total, count = _double(total, on_cpu=on_cpu), _double(count, on_cpu=on_cpu)
+        self.sums = Totals(self.sums.total + total, self.sums.count + count)
 
     def take_sums(self) -> Totals:
         """The sums, which begin again at 0."""
@@ -94,7 +101,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
     total: Number = 0.0
     count: Number = 0.0
     # Between updates nothing is sent to other workers: the gradients of a cycle are exchanged once.
-    with nullcontext() if update else module.no_sync():
+    with _NO_BLOCK if update else module.no_sync():
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
         if rows or module.shards_weights or (module.has_sync_batchnorm and module.pipeline is None):
@@ -105,7 +112,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
                 total, count = _user_step_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
-                with setup.precision.autocast(), keep_logits_sharded():
+                with _computing(setup):
                     with _loss_tracer(setup) as tracer:
                         outputs = module(*args, **kwargs)
                     total, count = _sums(setup, state, tracer, outputs, batch, rows)
@@ -136,7 +143,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
         total, count = _user_step_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
-        with setup.precision.autocast(), keep_logits_sharded():
+        with _computing(setup):
             with _loss_tracer(setup) as tracer:
                 outputs = setup.module(*args, **kwargs)
             total, count = _sums(setup, state, tracer, outputs, batch, rows)
@@ -186,7 +193,7 @@ def _user_step_sums(
     setup: TrainSetup, user_step: UserStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Number, Number]:
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
-    with setup.precision.autocast(), keep_logits_sharded():
+    with _computing(setup):
         loss = run_user_step(user_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(setup, state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
@@ -217,7 +224,7 @@ def _pipeline_sums(
     _check_microbatches(batch.x)
     if trains:
         setup.module.note_pass()
-    with setup.precision.autocast(), keep_logits_sharded():
+    with _computing(setup):
         (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
     totals, counts = zip(*sums, strict=True)
     with DisableTorchFunction():
@@ -244,9 +251,22 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
+def _computing(setup: TrainSetup) -> AbstractContextManager[object]:
+    """The block of a forward pass and its loss: autocast, and logits that stay divided where workers divide them."""
+    if setup.precision.is_plain and not setup.module.is_part:
+        return _NO_BLOCK
+    return _computing_apart(setup)
+
+
+@contextmanager
+def _computing_apart(setup: TrainSetup) -> Iterator[None]:
+    with setup.precision.autocast(), keep_logits_sharded():
+        yield
+
+
 def _loss_tracer(setup: TrainSetup) -> AbstractContextManager[ReductionTracer | None]:
     """The block of a forward pass: it traces a loss that the module computes itself."""
-    return ReductionTracer() if isinstance(setup.config.loss, ModuleLoss) else nullcontext()
+    return ReductionTracer() if isinstance(setup.config.loss, ModuleLoss) else _NO_TRACER
 
 
 def _sums(
@@ -324,5 +344,8 @@ def _check_graph(total: Tensor) -> None:
         )
 
 
-def _double(value: Number) -> Number:
-    return value.detach().to(torch.float64) if isinstance(value, Tensor) else value
+def _double(value: Number, *, on_cpu: bool) -> Number:
+    if not isinstance(value, Tensor):
+        return value
+    # On a CPU nobody is waited for, and two sums of tensors would take 20 us a step.
+    return float(value.item()) if on_cpu else value.detach().to(torch.float64)

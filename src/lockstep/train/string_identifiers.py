@@ -30,6 +30,7 @@ from lockstep.train.classification import (
     classes_and_labels,
     last_classes_and_labels,
 )
+from lockstep.train.loss_reduction import Pair, mean_as_pair
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy": F.binary_cross_entropy,
@@ -94,6 +95,11 @@ class NamedLoss:
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         function = keras_losses.VALUES.get(self.name) or _LOSSES[self.name]
         return function(*self._fitted(outputs, targets))
+
+    def pair(self, outputs: Tensor, targets: Tensor) -> Pair | None:
+        """The total and the count whose quotient the mean loss is; None for a loss of Keras's."""
+        function = None if self.name in keras_losses.VALUES else _LOSSES[self.name]
+        return None if function is None else mean_as_pair(function, *self._fitted(outputs, targets))
 
     def check_outputs(self, outputs: Any) -> None:
         """Compares outputs with what the loss takes: logits or probabilities. Waits for the device.
@@ -211,6 +217,8 @@ def without_partial(function: Any) -> Any:
 
 def logits_of(outputs: Any) -> Any:
     """The logits of outputs that have them, such as those of transformers; other outputs as they are."""
+    if type(outputs) is Tensor:
+        return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(outputs, Tensor) else outputs
 

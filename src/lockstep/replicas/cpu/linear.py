@@ -20,7 +20,6 @@ from lockstep._torch_compat import functorch_is_active, mkldnn_linear, num_dispa
 
 # By exact type: a subclass such as DTensor or a quantised weight has a linear layer of its own.
 _PLAIN = (Tensor, torch.nn.Parameter)
-_WITHOUT_ROWS = (int, float, str, bytes, type(None))
 _WORTH_IT = 1 << 22
 """The smallest product, in multiplications, for oneDNN: below it Python's overhead is as large as what is saved."""
 
@@ -52,16 +51,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def may_suit(leaves: Iterable[Any], largest_weight: int) -> bool:
     """Whether a step on these leaves of a batch may have a product for oneDNN, by weights of so many elements.
 
-    Told from shapes alone, so that the same step takes the same products in every run. A row of the layer is taken for
-    each integer, and for each vector of other numbers.
+    Told from the shapes of tensors alone, so that the same step takes the same products in every run. A row of the
+    layer is taken for each integer, and for each vector of other numbers; without tensors it may.
     """
     rows = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             is_vectors = leaf.ndim > 1 and (leaf.is_floating_point() or leaf.is_complex())
             rows = max(rows, leaf.numel() // max(leaf.shape[-1], 1) if is_vectors else leaf.numel())
-        elif not isinstance(leaf, _WITHOUT_ROWS):
-            return largest_weight > 0
     return largest_weight > 0 and (not rows or rows * largest_weight >= _WORTH_IT)
 
 

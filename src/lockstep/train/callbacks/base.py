@@ -202,6 +202,9 @@ class CallbackList:
             for callback in reversed(self._callbacks):
                 stack.callback(partial(_call, callback, "close"))
 
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
     def wants_batch_logs(self) -> bool:
         """Whether any callback needs the metrics of this batch."""
         return any(_call(callback, "wants_batch_logs") for callback in self._callbacks)
