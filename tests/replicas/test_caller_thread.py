@@ -161,6 +161,20 @@ def test_a_run_in_a_replica_and_one_of_a_closed_strategy_are_refused(make_strate
         strategy.run(int)
 
 
+def test_a_run_in_a_merge_call_is_refused_and_not_waited_for(make_strategy: MakeStrategy):
+    strategy = make_strategy(1)
+
+    def step(x: Tensor) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        context = ls.get_replica_context()
+        assert context is not None
+        context.merge_call(lambda owner, x: owner.run(torch.sum, (x,)), (x,))
+
+    with pytest.raises(UsageError, match="in a merge_call"):
+        strategy.run(step, (torch.ones(2, 2),))
+    assert runs_here(strategy)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_step_that_draws_from_its_hundredth_run_on(make_strategy: MakeStrategy, replicas: int):
     def trained(beside: Callable[[], AbstractContextManager[None]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -22,6 +22,8 @@ MANY = 200_000
 class _Here(ReplicaContext):
     """A context that only has to be there."""
 
+    num_replicas_in_sync = 1
+
     def __init__(self) -> None:
         pass
 

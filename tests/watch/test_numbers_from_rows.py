@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -250,3 +252,23 @@ def test_fit_tells_of_a_number_that_its_model_reads(make_strategy: MakeStrategy)
         UserWarning, match=r"the model or its loss has read numbers .* div \(test_numbers_from_rows\.py:\d+ in f"
     ):
         model.fit([(X, Y)] * 3, verbose=0)
+
+
+def checked(outputs: Tensor, y: Tensor) -> Tensor:
+    losses = (outputs - y).square()
+    if not math.isfinite(float(losses.detach().mean())):
+        raise ValueError("the loss is not finite")
+    return losses
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), checked], ids=["fit reads the losses", "the loss reads a number"])
+def test_buffers_whose_memory_a_backup_has_replaced_are_not_told_of(
+    make_strategy: MakeStrategy, tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    with make_strategy(2).scope():
+        model = ls.Model(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    model.compile("adamw", loss)
+    backup = ls.BackupAndRestore(tmp_path, save_freq=1, delete_checkpoint=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit([(X[:4], Y[:4]), (X[4:8], Y[4:8])] * 3, epochs=3, callbacks=[backup], verbose=0)

@@ -82,8 +82,8 @@ class MirroredObjects:
 
     @property
     def are_parts(self) -> bool:
-        """Whether other workers hold other parts of the modules."""
-        return self._partition.parts
+        """Whether there are modules of which other workers hold other parts."""
+        return self._partition.parts and len(self._modules) > 0
 
     @property
     def revision(self) -> tuple[int, int]:

@@ -33,6 +33,12 @@ class CallerThread:
         self._generator = generator
         self._threads = threads
         self._before: tuple[torch.Tensor, bool, bool] | None = None
+        self._entered_by: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is in the block."""
+        return self._entered_by == threading.get_ident()
 
     def suits(self, caller: CallerState) -> bool:
         """Whether the numbers there are those of the replica's own thread.
@@ -50,13 +56,14 @@ class CallerThread:
     def __enter__(self) -> None:
         default = torch.default_generator
         self._before = default.get_state(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-        default.set_state(self._generator.get_state())
+        self._entered_by = threading.get_ident()
         # As in a replica's thread (``CallerState.set_switches``): a cache would change how gradients are added up.
         torch.set_autocast_cache_enabled(False)
+        default.set_state(self._generator.get_state())
 
     def __exit__(self, *error: object) -> None:
         assert self._before is not None
-        (state, grad, cache), self._before = self._before, None
+        (state, grad, cache), self._before, self._entered_by = self._before, None, None
         self._generator.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(state)
         torch.set_grad_enabled(grad)

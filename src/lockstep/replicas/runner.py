@@ -38,7 +38,7 @@ from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.owner import Owner
 from lockstep.replicas.rng.generators import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.rng.replica_rng import ReplicaRng
-from lockstep.replicas.threads import ReplicaThreads
+from lockstep.replicas.threads import ReplicaThreads, run_in_merge_call
 
 ErrorNote = Callable[[str, int, BaseException], str]
 """Makes the note on an error of a replica, given the replica's name and local number; empty for none."""
@@ -143,14 +143,15 @@ class ReplicaRunner:
         in the caller's thread, since no torch call in it means something else in a replica, random numbers aside.
         """
         self._threads.check_caller()
-        caller = CallerState.capture()
-        here = self._callers_thread if is_plain else None
+        caller, callers_thread = CallerState.capture(), self._callers_thread
+        if callers_thread is not None and callers_thread.is_here:
+            raise run_in_merge_call()
         with self._one_run:
-            if here is not None and here.suits(caller) and not is_profiled():
-                return [self._run_here(here, strategy, bodies[0], note)]
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
+            if is_plain and callers_thread is not None and callers_thread.suits(caller) and not is_profiled():
+                return [self._run_here(callers_thread, strategy, bodies[0], note)]
             # Replicas of one thread each have no teams, so there the caller's team stays
             # (test_replicas_of_one_thread_each_leave_the_caller_s_team_alone).
             if self._has_teams:
@@ -178,11 +179,11 @@ class ReplicaRunner:
                 policy.record(fn, took)
         return run.results
 
-    def _run_here(self, here: CallerThread, strategy: Owner, body: Callable[[], Any], note: ErrorNote) -> Any:
+    def _run_here(self, thread: CallerThread, strategy: Owner, body: Callable[[], Any], note: ErrorNote) -> Any:
         """Runs the body of the only replica in the caller's thread."""
         replica = SoleReplicaContext(strategy, self._devices[0], self._only_slot)
         try:
-            with here:
+            with thread:
                 return copy_context().run(_in_replica, replica, body)
         except BaseException as raised:
             _add_note(note, self._names[0], 0, raised)

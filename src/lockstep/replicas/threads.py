@@ -48,6 +48,14 @@ def intra_op_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def run_in_merge_call() -> UsageError:
+    """The error of a run that is begun within another one."""
+    return UsageError(
+        "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it in the "
+        "replicas, before or after the merge_call"
+    )
+
+
 class ReplicaThreads:
     """Threads that wait for jobs. They end with ``close``, with this object, or with the interpreter.
 
@@ -99,10 +107,7 @@ class ReplicaThreads:
             raise UsageError("the strategy has been closed and its threads have ended; make a new one")
         # It would wait for a thread that waits for it.
         if threading.current_thread() in self._threads:
-            raise UsageError(
-                "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
-                "in the replicas, before or after the merge_call"
-            )
+            raise run_in_merge_call()
 
     def submit(self, replica: int, job: Job) -> None:
         """Hands the replica's thread a job; jobs run one after another. A job must not raise."""

@@ -112,7 +112,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
                 total, count = _user_step_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
-                with _computing(setup):
+                with _forward_block(setup):
                     with _loss_tracer(setup) as tracer:
                         outputs = module(*args, **kwargs)
                     total, count = _sums(setup, state, tracer, outputs, batch, rows)
@@ -143,7 +143,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
         total, count = _user_step_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
-        with _computing(setup):
+        with _forward_block(setup):
             with _loss_tracer(setup) as tracer:
                 outputs = setup.module(*args, **kwargs)
             total, count = _sums(setup, state, tracer, outputs, batch, rows)
@@ -193,7 +193,7 @@ def _user_step_sums(
     setup: TrainSetup, user_step: UserStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Number, Number]:
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
-    with _computing(setup):
+    with _forward_block(setup):
         loss = run_user_step(user_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(setup, state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
@@ -224,7 +224,7 @@ def _pipeline_sums(
     _check_microbatches(batch.x)
     if trains:
         setup.module.note_pass()
-    with _computing(setup):
+    with _forward_block(setup):
         (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
     totals, counts = zip(*sums, strict=True)
     with DisableTorchFunction():
@@ -251,15 +251,15 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
-def _computing(setup: TrainSetup) -> AbstractContextManager[object]:
+def _forward_block(setup: TrainSetup) -> AbstractContextManager[object]:
     """The block of a forward pass and its loss: autocast, and logits that stay divided where workers divide them."""
     if setup.precision.is_plain and not setup.module.is_part:
         return _NO_BLOCK
-    return _computing_apart(setup)
+    return _block_with_autocast(setup)
 
 
 @contextmanager
-def _computing_apart(setup: TrainSetup) -> Iterator[None]:
+def _block_with_autocast(setup: TrainSetup) -> Iterator[None]:
     with setup.precision.autocast(), keep_logits_sharded():
         yield
 
@@ -347,5 +347,9 @@ def _check_graph(total: Tensor) -> None:
 def _double(value: Number, *, on_cpu: bool) -> Number:
     if not isinstance(value, Tensor):
         return value
-    # On a CPU nobody is waited for, and two sums of tensors would take 20 us a step.
-    return float(value.item()) if on_cpu else value.detach().to(torch.float64)
+    if not on_cpu:
+        return value.detach().to(torch.float64)
+    # On a CPU nobody is waited for, and two sums of tensors would take 20 us a step. The row watch would take this read
+    # for one of the program's.
+    with DisableTorchFunction():
+        return float(value.item())

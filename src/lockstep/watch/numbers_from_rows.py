@@ -75,16 +75,17 @@ class ReadNumbers:
 
     Args:
         rows: the number of rows of the shard.
-        batch: the leaves of the shard.
+        inputs: the leaves of the shard, and the buffers of its modules. Once a checkpoint has been saved, torch cannot
+            resize their memory either, which they share with the saved copy until they are written.
         module_state: tensors that modules have kept from an earlier step, and that depended on all its rows, by name.
     """
 
-    def __init__(self, rows: int, batch: Sequence[Any], module_state: Mapping[str, Tensor]) -> None:
+    def __init__(self, rows: int, inputs: Sequence[Any], module_state: Mapping[str, Tensor]) -> None:
         self.rows = rows
         self.calls: list[ReadNumber] = []  # that come into a gradient
         self._number_tensors: dict[int, ref[Tensor]] = {}  # tensors that were made of numbers
         self._origins: dict[int, tuple[ref[Tensor], tuple[ReadNumber, ...]]] = {}  # of others without gradients
-        self._storages = {_address(leaf) for leaf in batch if is_kind(leaf, Tensor)}
+        self._storages = {_address(leaf) for leaf in inputs if is_kind(leaf, Tensor)}
         for name, tensor in module_state.items():
             origin = ReadNumber(name, _values(tensor), "", (0, 0), in_module=True, is_kept=True)
             self._origins[id(tensor)] = ref(tensor), (origin,)

@@ -91,7 +91,8 @@ class RowCheck(Watcher):
         if watch is None:
             yield
             return
-        with watch.watching(self._shards[replica]):
+        buffers = [buffer for module in self._modules for buffer in module.copies[replica].buffers()]
+        with watch.watching(self._shards[replica], buffers):
             yield
             if watch.through_modules:
                 for module in self._modules:

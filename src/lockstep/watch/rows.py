@@ -244,13 +244,13 @@ class RowWatch:
         self.has_read = has_read or bool(module_state)
 
     @contextmanager
-    def watching(self, batch: Sequence[Any]) -> Iterator[None]:
+    def watching(self, batch: Sequence[Any], buffers: Sequence[Tensor] = ()) -> Iterator[None]:
         """A block around the step, in the replica, whose mode is looked at by ``call``.
 
-        ``batch`` are the leaves of the replica's shard.
+        ``batch`` are the leaves of the replica's shard, and ``buffers`` those of its modules.
         """
         token = _watch.set(self)
-        self.numbers = ReadNumbers(self._rows, batch, self._module_state)
+        self.numbers = ReadNumbers(self._rows, [*batch, *buffers], self._module_state)
         try:
             self.follow_rows(batch)
             yield
