@@ -541,7 +541,9 @@ class ThreadedStrategy(Strategy):
         return self._runner.run(self, run.fn, bodies, run.rows, partial(self._note, run), is_plain=is_plain)
 
     def _is_plain(self, run: Run, modules: Sequence[MirroredModule]) -> bool:
-        if self.workers.num_replicas > 1:
+        # The mode of a part draws dropout of what its worker holds alone, and keeps torch from fused inference, which
+        # takes no divided weights.
+        if self.workers.num_replicas > 1 or self._mirrored.are_parts:
             return False
         for module in modules:
             # The mode mends an instance norm of torch's, in a format that mirroring has given the weights.
