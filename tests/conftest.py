@@ -14,7 +14,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -276,6 +278,26 @@ class Program:
         self.stdout.close()
         self.stderr.close()
         os.close(self._handle)
+
+
+FreePorts = Callable[[int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def free_ports() -> FreePorts:
+    """``free_ports(n)``: different ports at which nobody listens, of those that Linux does not give out by itself."""
+
+    def is_free(port: int) -> bool:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return True
+        return False
+
+    def find(count: int) -> list[int]:
+        tried = SystemRandom().sample(range(10_000, 32_768), 1_000)
+        return list(islice(filter(is_free, tried), count))
+
+    return find
 
 
 SERVER = pytest.StashKey[ForkServer]()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.cli.conftest import Start
+from tests.conftest import FreePorts
 
 pytestmark = pytest.mark.slow
 
@@ -58,13 +57,11 @@ def start(python: Start) -> Start:
 
 
 @pytest.fixture
-def start_both(start: Start) -> Callable[..., list[subprocess.Popen[str]]]:
+def start_both(start: Start, free_ports: FreePorts) -> Callable[..., list[subprocess.Popen[str]]]:
     """``start_both("SIGKILL 9", ...)``: two workers train together, of which the second sends itself that signal."""
 
     def begin(interruption: str, *words: str) -> list[subprocess.Popen[str]]:
-        with ExitStack() as stack:
-            bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-            cluster = {"worker": [f"127.0.0.1:{each.getsockname()[1]}" for each in bound]}
+        cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
         tasks = [{"cluster": cluster, "task": {"type": "worker", "index": index}} for index in range(2)]
         interruptions = [NEVER, interruption]
         return [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Start
+from tests.conftest import FreePorts
 
 pytestmark = pytest.mark.workers
 
@@ -175,10 +175,9 @@ def test_the_workers_of_a_later_round_end_with_the_launcher(sign, code: int, sta
 
 
 @pytest.fixture
-def hosts() -> str:
-    """Two addresses of this machine with a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def hosts(free_ports: FreePorts) -> str:
+    """Two addresses of this machine with a port at which nobody listens."""
+    (port,) = free_ports(1)
     return f"127.0.0.1:{port},127.0.0.2:{port}"
 
 

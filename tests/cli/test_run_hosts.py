@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Start
+from tests.conftest import FreePorts
 
 from lockstep_tools.cli import main
 
@@ -19,10 +20,10 @@ MEET, LISTENERS, WAIT = ((PROGRAMS / name).read_text() for name in ("meet.py", "
 
 
 @pytest.fixture
-def port() -> int:
-    """A port of 127.0.0.1 and 127.0.0.2 that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def port(free_ports: FreePorts) -> int:
+    """A port at which nobody listens."""
+    (port,) = free_ports(1)
+    return port
 
 
 def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -14,11 +14,9 @@ from uuid import uuid4
 
 import pytest
 import torch
+from tests.conftest import FreePorts
 from tests.programs.launched import batches, make_module
-from tests.strategies.conftest import FreePorts, free_ports
 from tests.tiers import partly_slow
-
-__all__ = ["free_ports"]
 
 pytestmark = pytest.mark.workers
 

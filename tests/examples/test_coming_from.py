@@ -20,9 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.strategies.conftest import FreePorts, free_ports
-
-__all__ = ["free_ports"]
+from tests.conftest import FreePorts
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.conftest import FreePorts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
@@ -145,13 +145,10 @@ def test_an_interrupted_training_ends_with_the_bits_of_one_that_was_not(start: S
 
 
 @pytest.mark.slow
-def test_two_workers_of_tf_config_print_the_numbers_of_one(start: Start, run: Run):
+def test_two_workers_of_tf_config_print_the_numbers_of_one(start: Start, run: Run, free_ports: FreePorts):
     words = ("09", "--dropout", "0", "--epochs", "3")
     alone = run(*words, "--backup", "alone")
-    with socket.socket() as first, socket.socket() as second:
-        for each in (first, second):
-            each.bind(("127.0.0.1", 0))
-        cluster = {"worker": [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]}
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     tasks = [json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}) for index in (0, 1)]
     chief, other = [start(*words, "--backup", "two", TF_CONFIG=task) for task in tasks]
     printed = finish(chief)

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.strategies.conftest import FreePorts, free_ports
+from tests.conftest import FreePorts
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["free_ports"]
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
 pytest.importorskip("keras")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import FreePorts
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,12 +169,11 @@ def test_different_arguments_are_named(results: dict[str, Any]):
         assert "learning_rate=0.1, worker 1" in results[worker]["disagreement"]
 
 
-def test_a_worker_that_dies_ends_the_others_with_its_name(python: Callable[..., subprocess.Popen[str]]):
+def test_a_worker_that_dies_ends_the_others_with_its_name(
+    python: Callable[..., subprocess.Popen[str]], free_ports: FreePorts
+):
     """Started by hand with TF_CONFIG, so that no launcher ends the chief."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("localhost", 0))
-        cluster = {"worker": [f"localhost:{each.getsockname()[1]}" for each in (one, other)]}
+    cluster = {"worker": [f"localhost:{port}" for port in free_ports(2)]}
     started = [
         python(DYING, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
         for index in range(2)

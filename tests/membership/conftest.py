@@ -9,7 +9,6 @@ import os
 import queue
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from tests.conftest import FreePorts
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
@@ -230,11 +230,10 @@ MakeMembers = Callable[..., list[Member]]
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port that nobody listened at a moment ago."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+def free_port(free_ports: FreePorts) -> int:
+    """A port at which nobody listens."""
+    (port,) = free_ports(1)
+    return port
 
 
 @pytest.fixture

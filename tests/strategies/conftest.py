@@ -8,19 +8,17 @@ import re
 import runpy
 import select
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import cache
-from itertools import islice
 from pathlib import Path
-from random import SystemRandom
 from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+from tests.conftest import FreePorts
 
 import lockstep as ls
 
@@ -151,24 +149,6 @@ def start_worker(forks: Any) -> StartWorker:
 
 
 StartJob = Callable[..., list[Worker]]
-FreePorts = Callable[[int], list[int]]
-
-
-@pytest.fixture(scope="session")
-def free_ports() -> FreePorts:
-    """``free_ports(n)``: different ports at which nobody listens, of those that Linux does not give out by itself."""
-
-    def is_free(port: int) -> bool:
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return True
-        return False
-
-    def find(count: int) -> list[int]:
-        tried = SystemRandom().sample(range(10_000, 32_768), 1_000)
-        return list(islice(filter(is_free, tried), count))
-
-    return find
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """The jobs of workers that tests of strategies start."""
 
-from tests.strategies.conftest import free_ports, start_job, start_worker
+from tests.strategies.conftest import start_job, start_worker
 
-__all__ = ["free_ports", "start_job", "start_worker"]
+__all__ = ["start_job", "start_worker"]
