@@ -115,8 +115,8 @@ class Communicator(ABC):
         if self._agreed_flags:
             self._agreed_flags &= ~flags
 
-    def _receive_flags(self, received: ControlFlags, *, requests: ControlFlags) -> None:
-        self._agreed_flags |= received
+    def _receive_flags(self, flags: ControlFlags, *, requests: ControlFlags) -> None:
+        self._agreed_flags |= flags
         # Only these: a signal handler may have set others since they were sent
         # (tests/collectives/test_communicator.py).
         self._own_flags &= ~requests

@@ -56,7 +56,7 @@ def nodes_within(begin: int, end: int, leaves: int) -> tuple[Node, ...]:
         >>> [tuple(node) for node in nodes_within(3, 8, 8)]
         [(3, 4), (4, 8)]
     """
-    return tuple(node for node, _ in add_nodes(one_each(range(begin, end)), leaves, lambda one, _: one))
+    return tuple(node for node, _ in add_nodes(leaf_nodes(range(begin, end)), leaves, lambda one, _: one))
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
@@ -74,11 +74,11 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 def sums_within(values: Sequence[T], first: int, leaves: int, add: Callable[[T, T], T]) -> list[tuple[Node, T]]:
     """The sums of the largest nodes within consecutive replicas, given a value of each from replica ``first`` on."""
-    parts = ((node, values[replica - first]) for node, replica in one_each(range(first, first + len(values))))
+    parts = ((node, values[replica - first]) for node, replica in leaf_nodes(range(first, first + len(values))))
     return add_nodes(parts, leaves, add)
 
 
-def one_each(replicas: Iterable[int]) -> Iterator[tuple[Node, int]]:
+def leaf_nodes(replicas: Iterable[int]) -> Iterator[tuple[Node, int]]:
     """The leaves of these replicas, each with the replica's number as its value."""
     for replica in replicas:
         yield Node(replica, replica + 1), replica

@@ -151,7 +151,7 @@ class ReplicaRunner:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             if is_plain and callers_thread is not None and callers_thread.suits(caller) and not is_profiled():
-                return [self._run_here(callers_thread, strategy, bodies[0], note)]
+                return [self._run_here(callers_thread, strategy, bodies[0])]
             # Replicas of one thread each have no teams, so there the caller's team stays
             # (test_replicas_of_one_thread_each_leave_the_caller_s_team_alone).
             if self._has_teams:
@@ -179,15 +179,11 @@ class ReplicaRunner:
                 policy.record(fn, took)
         return run.results
 
-    def _run_here(self, thread: CallerThread, strategy: Owner, body: Callable[[], Any], note: ErrorNote) -> Any:
+    def _run_here(self, thread: CallerThread, strategy: Owner, body: Callable[[], Any]) -> Any:
         """Runs the body of the only replica in the caller's thread."""
         replica = SoleReplicaContext(strategy, self._devices[0], self._only_slot)
-        try:
-            with thread:
-                return copy_context().run(_in_replica, replica, body)
-        except BaseException as raised:
-            _add_note(note, self._names[0], 0, raised)
-            raise
+        with thread:
+            return copy_context().run(_in_replica, replica, body)
 
     def _submit(
         self, run: _Run, strategy: Owner, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]

@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
 from lockstep.collectives.communicator import Communicator, all_gather_object, evaluator_error
-from lockstep.collectives.sum_order import Node, add_nodes, one_each
+from lockstep.collectives.sum_order import Node, add_nodes, leaf_nodes
 from lockstep.errors import UsageError
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
@@ -88,10 +88,10 @@ class LocalExchange(GradientExchange):
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
         replicas = len(self._groups)
-        self._additions = {member: _additions(one_each(group), replicas) for member, group in self._groups.items()}
-        group_sums = (add_nodes(one_each(group), replicas, lambda one, _: one) for group in groups)
+        self._additions = {member: _additions(leaf_nodes(group), replicas) for member, group in self._groups.items()}
+        group_sums = (add_nodes(leaf_nodes(group), replicas, lambda one, _: one) for group in groups)
         self._additions_between_groups = _additions(sorted(node for nodes in group_sums for node in nodes), replicas)
-        self._additions_of_totals = _additions(one_each(range(replicas)), replicas)
+        self._additions_of_totals = _additions(leaf_nodes(range(replicas)), replicas)
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
         sums = list(totals)
