@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 from tests.programs.forking import begin_processes_with
+from tests.tiers import has_none_of
 
 # Before anything loads OpenMP, here and in all processes of tests: its threads else burn the cores, which tests share,
 # while they wait for each other. 40 small steps on two threads took 20 s of processor time beside others, so 5 s.
@@ -36,6 +38,7 @@ MakeStrategy = Callable[..., Any]
 """The fixture of a mirrored strategy: ``make_strategy(replicas)``."""
 
 TESTS = Path(__file__).parent
+FORKING = TESTS / "programs" / "forking.py"
 GRACE_S = 5.0
 # With the longest set-ups and tests.
 BEGUN_FIRST = (
@@ -163,7 +166,7 @@ class ForkServer:
             listener.bind(self.path)
             listener.listen()
             files = [listener.fileno(), life]
-            command = [sys.executable, str(Path(__file__).parent / "programs" / "forking.py"), *map(str, files)]
+            command = [sys.executable, str(FORKING), *map(str, files)]
             nowhere = subprocess.DEVNULL
             self._process = subprocess.Popen(
                 command, pass_fds=files, stdin=nowhere, stdout=nowhere, start_new_session=True
@@ -304,9 +307,13 @@ SERVER = pytest.StashKey[ForkServer]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts one server for all processes of tests, where there are several."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        config.stash[SERVER] = ForkServer()
+    """Starts one server for all processes of tests, where there are several, and has it fork these."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all is collected
+        return
+    config.stash[SERVER] = server = ForkServer()
+    begin = shlex.join([sys.executable, str(FORKING), "as", server.path])
+    config.option.tx = [f"popen//python={begin}" if spec == "popen" else spec for spec in config.option.tx]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -318,11 +325,28 @@ def _file(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files of which ``-m`` would leave out every test: what they import takes seconds."""
+    if collection_path.suffix == ".py" and has_none_of(config.getoption("markexpr"), collection_path.read_text()):
+        return True
+    return None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """What is left after pytest's own selection is put in order."""
+    _check_what_is_left_out(items)
     yield
     _begin_with_the_longest(items)
+
+
+def _check_what_is_left_out(items: Sequence[pytest.Item]) -> None:
+    """No test is slow, or quick, of which the text of its file does not say so: no tier would have it."""
+    texts = {path: path.read_text() for path in {item.path for item in items}}
+    for item in items:
+        tier = "slow and not pages" if item.get_closest_marker("slow") else "not slow"
+        if has_none_of(tier, texts[item.path]):
+            raise pytest.UsageError(f"{item.nodeid} is of the tier {tier!r}, for which tests.tiers leaves out its file")
 
 
 def pytest_collection_finish() -> None:
@@ -332,6 +356,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _begin_with_the_longest(items: list[pytest.Item]) -> None:

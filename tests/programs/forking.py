@@ -5,11 +5,17 @@ code. It has no thread and no state of any other one; of torch nothing has run b
 
     every connection is served by a fork of its own, which answers
     {"words", "folder", "environment"}: begins what ``python WORDS`` does, and gives its process id; with "orphan" it
-        leads a session, and the next process above that takes orphans in is its parent
+        leads a session, and the next process above that takes orphans in is its parent; with "asks" it has no server
+        below it, and asks for forks itself
     {"file", "function", "arguments", "environment", "network"}: the same for a function of a file
     {"processes": true}: begins what multiprocessing forks its processes from
     {"wait": pid}: gives the exit code of one that has ended, negative for a signal
-    with the first two come the files for stdout and stderr, with the third those where it is asked and how long
+    with the first two come the files for stdout and stderr, and for stdin if it is to have one, with the third those
+        where it is asked and how long
+
+``forking.py as SOCKET WORDS`` is for whoever starts ``python WORDS`` by a command of its own: it asks for that process
+at the socket, gives it its own stdin, stdout, stderr, folder and environment, and ends as it does. Processes of
+pytest-xdist begin so: three of them imported the same for 8 s each.
 
 A program has a server below it, of which multiprocessing's server is forked and, with "forks_workers", the workers of
 ``lockstep run``. These print before their launcher has started all of them, which a new interpreter is too slow for.
@@ -109,7 +115,7 @@ def preload() -> None:
 def serve(requests: socket.socket) -> Request | None:
     """Answers requests until there are no more; in a forked process it returns what to do."""
     while True:
-        message, files, _, _ = socket.recv_fds(requests, 2**20, 2)
+        message, files, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
             return None
         request = json.loads(message)
@@ -157,7 +163,7 @@ def fork_orphan() -> int:
 
 def settle(request: Request, files: list[int]) -> None:
     """Makes a fork a process of its own: its output, folder, environment, network and signals."""
-    for file, number in zip(files, (1, 2), strict=True):
+    for file, number in zip(files, (1, 2, 0), strict=False):
         os.dup2(file, number)
         os.close(file)
     if "file" in request:
@@ -255,12 +261,27 @@ def run_python(words: list[str]) -> None:
     exec(code, vars(main))
 
 
+def run_as(path: str, words: Sequence[str]) -> int:
+    """Has a fork do what ``python WORDS`` does, in the place of this process; its exit code."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+        requests.connect(path)
+        request = {"words": list(words), "folder": str(Path.cwd()), "environment": dict(os.environ), "asks": True}
+        socket.send_fds(requests, [json.dumps(request).encode()], [1, 2, 0])
+        pid = int(requests.recv(2**16))
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1):  # else nobody sees that the fork has closed its own
+            os.dup2(nowhere, number)
+        select.select([os.pidfd_open(pid)], [], [])  # if this process is killed meanwhile, the fork ends too
+        requests.send(json.dumps({"wait": pid}).encode())
+        return int(requests.recv(2**16))
+
+
 def run(work: Request) -> None:
     """Does what a fork was asked for."""
     if "processes" in work:
         forkserver.main(*work["files"], preload=[])
     elif "words" in work:
-        below = None if "orphan" in work else begin_below(work)
+        below = None if "orphan" in work or "asks" in work else begin_below(work)
         if below is None:
             run_python(work["words"])
         else:
@@ -275,6 +296,9 @@ def run(work: Request) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "as":
+        code = run_as(sys.argv[2], sys.argv[3:])
+        sys.exit(code if code >= 0 else 128 - code)
     listening, life = map(int, sys.argv[1:])
     connection = listen(socket.socket(fileno=listening), life)
     work = None if connection is None else serve(connection)
