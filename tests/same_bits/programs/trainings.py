@@ -418,7 +418,8 @@ class Fit:
     Args:
         net, optimizer, data: make them.
         loss: of ``Model.compile``.
-        classified: whether the targets are classes, for metrics.
+        metrics: makes those of ``Model.compile``. Without them a training takes half the time, and what they come to
+            depends on replicas and rows, not on the network: three trainings have them.
         settings: the other arguments of ``Model.compile``.
         sync_batchnorm: of ``ls.Model``.
         loaded: whether a DataLoader shuffles the rows, of which each worker reads its own.
@@ -431,7 +432,7 @@ class Fit:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     data: Callable[[], list[Any]] = rows
     loss: Callable[[Tensor, Tensor], Any] = per_example
-    classified: bool = True
+    metrics: Callable[[], dict[str, Metric]] = dict
     settings: Mapping[str, Any] | None = None
     sync_batchnorm: bool = False
     loaded: bool = False
@@ -442,7 +443,7 @@ class Fit:
         data = training = self.data()
         if self.loaded:
             training = DataLoader(Augmented(data), batch_size=13, shuffle=True, num_workers=self.processes)
-        given = {"metrics": metrics() if self.classified else {}, **(self.settings or {})}
+        given = {"metrics": self.metrics(), **(self.settings or {})}
         with strategy.scope():
             module = self.net()
             model = ls.Model(module, sync_batchnorm=self.sync_batchnorm)
@@ -608,6 +609,7 @@ FITS: dict[str, Callable[[ls.Strategy], Records]] = {
     "fit: dropout, AdamW, clipping, accumulation, schedule": Fit(
         net=partial(perceptron, dropout=0.3),
         optimizer=adamw,
+        metrics=metrics,
         settings={"clip_norm": 0.05, "accumulate": 2, "scheduler": decay},
     ),
     "fit: batch norm, a DataLoader": Fit(
@@ -616,13 +618,12 @@ FITS: dict[str, Callable[[ls.Strategy], Records]] = {
     "fit: synchronised batch norm": Fit(
         net=partial(convolutions, dropout=0.2), optimizer=adam, data=images, sync_batchnorm=True
     ),
-    "fit: tokens, bf16": Fit(
-        net=encoder, optimizer=adamw, data=tokens, loss=per_token, classified=False, settings={"precision": "bf16"}
-    ),
+    "fit: tokens, bf16": Fit(net=encoder, optimizer=adamw, data=tokens, loss=per_token, settings={"precision": "bf16"}),
     f"fit: {EXACT}": Fit(
         net=partial(perceptron, dtype=torch.float64),
         optimizer=sgd,
         data=partial(rows, dtype=torch.float64),
+        metrics=metrics,
         settings={"clip_norm": 0.5, "accumulate": 2},
     ),
 }
@@ -630,6 +631,7 @@ BACKED_UP = Fit(
     net=partial(perceptron, dropout=0.3, norm=True),
     optimizer=adamw,
     data=partial(rows, NORMED_SIZES),
+    metrics=metrics,
     settings={"clip_norm": 0.05, "accumulate": 2, "scheduler": decay},
     loaded=True,
 )
