@@ -70,6 +70,7 @@ class Program(Launcher):
             "layout": trial.contender.layout,
             "warm_up": trial.warm_up,
             "steps": trial.steps,
+            "lap": trial.lap,
             "threads": trial.threads_per_process,
             "learning_rate": trial.workload.learning_rate,
             "count": trial.workload.count,

@@ -29,6 +29,7 @@ class Job:
     replicas: int  # among how many the global batch is divided
     warm_up: int  # steps before the timed ones
     steps: int  # timed steps
+    lap: int  # steps between two readings of the clock
     layout: str  # memory format of the torch programs: "contiguous" or "channels_last"
     threads: int  # of each replica: an equal part of the cores, at least one
     learning_rate: float  # Adam's
@@ -60,7 +61,9 @@ def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
 def start_timer(job: Job, *, trained: int) -> Any:
     """The step timer of this process: call ``record_step(loss)`` after every step, ``total`` times."""
     module = _load(Path(job.source) / "benchmarks" / "step_timer.py")
-    timer = module.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
+    timer = module.StepTimer(
+        warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job), lap=job.lap
+    )
     timer.trained = trained
     return timer
 
