@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
+STEPS_PEERS := accelerate fabric lightning
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-pages test-all check bench bench-test gpu house docs clean
@@ -59,7 +60,10 @@ bench-test: $(STAMP) ## run the quick tests of the benchmarks, which make test l
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" benchmarks/tests
 
 ifeq ($(SUITE),peers)
-bench: $(PEER_STAMPS)
+bench: $(filter-out $(PEERS_VENV)/lightning/%,$(PEER_STAMPS))
+endif
+ifeq ($(SUITE),steps)
+bench: $(STEPS_PEERS:%=$(PEERS_VENV)/%/.installed)
 endif
 
 # Each framework has an environment of its own. Where one cannot be made, the table says that the framework did not run.

@@ -20,6 +20,7 @@ from lockstep_tools.scaling.machine import this_machine
 SUITES: Mapping[str, tuple[str, str]] = {
     "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),
     "peers": ("benchmarks.suites.cpu", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
+    "steps": ("benchmarks.suites.steps", "what a small step costs beside the plain loop, DDP, Fabric and Lightning"),
     "compiled": ("benchmarks.suites.compiled", "compiled replicas beside compiled loops and DDP, fp32 and bf16"),
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
     "sums": ("benchmarks.suites.sums", "sums between workers in the order of the tree beside gloo's ring"),

@@ -22,10 +22,13 @@ PROGRAMS = Path(__file__).with_name("peers")
 PEERS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("accelerate", "torch", "transformers"),
     "fabric": ("lightning-fabric", "torch", "transformers"),
+    "lightning": ("lightning", "torch"),
     "tensorflow": ("tensorflow-cpu", "keras"),
     "jax": ("keras", "jax"),
 }
 """Each framework, by the name of its environment, and the packages whose versions the report names."""
+_OF_STEPS = ("lightning",)
+"""Those that the suite ``steps`` alone runs."""
 _DDP = "DDP over gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 _PROBE_LIMIT_S = 60.0
@@ -41,7 +44,8 @@ def versions_of(peer: str) -> str:
         ConfigError: the environment, or a package in it, is missing.
     """
     python, packages = _python(peer), PEERS[peer]
-    again = "make bench SUITE=peers makes the environments, from the project's folder"
+    suite = "steps" if peer in _OF_STEPS else "peers"
+    again = f"make bench SUITE={suite} makes the environments, from the project's folder"
     if not python.exists():
         raise ConfigError(f"{python} is not there; {again}")
     command = [str(python), "-c", _PROBE, *packages]

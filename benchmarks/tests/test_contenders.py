@@ -13,7 +13,7 @@ from benchmarks.frameworks import PEERS, PROGRAMS, peers_of, versions_of
 from benchmarks.hosts import Link
 from benchmarks.loops import memory_format
 from benchmarks.programs import Program
-from benchmarks.suites import compiled, trainer
+from benchmarks.suites import compiled, steps, trainer
 from benchmarks.suites.cpu import contenders_for, found_versions
 from benchmarks.suites.workers import on_one_host, on_two_hosts
 from lockstep.errors import ConfigError
@@ -54,6 +54,9 @@ def test_contenders_can_be_pickled_for_a_process():
         *trainer.contenders(8),
         *compiled.contenders("mobilenetv2", bf16=True),
         *peers_of("mlm"),
+        *steps.contenders("width-64"),
+        *steps.contenders("blocks"),
+        *steps.contenders("import"),
     ):
         assert pickle.loads(pickle.dumps(contender)).name == contender.name
 
@@ -87,6 +90,7 @@ def test_a_framework_that_is_not_there_has_a_reason(tmp_path: Path, monkeypatch:
 
     assert versions == {}
     assert missing["jax"].startswith(f"{tmp_path}/jax/bin/python is not there; make bench SUITE=peers")
+    assert "; make bench SUITE=steps makes the environments" in found_versions(["lightning"])[1]["lightning"]
 
 
 @pytest.mark.usefixtures("environments")
@@ -105,14 +109,14 @@ def test_each_environment_is_pinned_and_has_the_packages_that_are_reported(name:
     pinned = {package.replace("_", "-") for package in pins(PROGRAMS / f"{name}.txt")}
 
     assert set(PEERS[name]) <= pinned
-    assert (PROGRAMS / f"train_{name}.py").exists()
+    assert list(PROGRAMS.glob(f"*_{name}.py"))
 
 
 def test_the_environments_have_the_same_versions():
     ours = pins(ROOT / "constraints.txt")
-    for name in ("accelerate", "fabric"):
+    for name in ("accelerate", "fabric", "lightning"):
         theirs = pins(PROGRAMS / f"{name}.txt")
-        assert all(theirs[package] == ours[package] for package in ("torch", "transformers", "numpy"))
+        assert all(theirs[each] == ours[each] for each in ("torch", "transformers", "numpy") if each in theirs)
     on_tensorflow, on_jax = (pins(PROGRAMS / f"{name}.txt") for name in ("tensorflow", "jax"))
     assert (on_tensorflow["keras"], on_tensorflow["numpy"]) == (on_jax["keras"], on_jax["numpy"])
 
@@ -121,7 +125,7 @@ def test_the_environments_have_the_same_versions():
 def test_every_framework_has_a_contender_of_two_replicas_with_its_settings(workload: str):
     contenders = peers_of(workload)
 
-    assert {contender.peer for contender in contenders if contender.replicas == 2} == set(PEERS)
+    assert {contender.peer for contender in contenders if contender.replicas == 2} == set(PEERS) - {"lightning"}
     assert len({contender.name for contender in contenders}) == len(contenders)
     assert all(contender.settings and contender.role == "peer" for contender in contenders)
     assert peers_of("linear") == []

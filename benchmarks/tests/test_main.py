@@ -27,6 +27,8 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
         ("cpu --only tpu", "--only tpu is unknown; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves"),
         ("cpu --rounds 0", "rounds=0 was given, expected at least 1"),
         ("cpu --steps 0", "steps=0 was given, expected at least 1"),
+        ("steps --steps 60", "steps=60 was given, expected a multiple of 25, the steps of a burst"),
+        ("steps --only ddp-8", "--only ddp-8 is unknown; choose from 'plain', 'lockstep-1', 'lockstep-2', "),
         ("trainer --only ddp-2", "--only ddp-2 is unknown; choose from 'lockstep-1', 'lockstep-2', "),
         ("memory --only less", "--only less is unknown; choose from 'full, fp32'"),
         ("layouts --only data=9", "--only data=9 is unknown; choose from 'one worker', 'data=4', "),
