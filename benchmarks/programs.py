@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+import lockstep_tools
 from benchmarks.step_timer import StepRecord
 from benchmarks.trial import END_LIMIT_S, Launcher, RunningTrial, Trial, Workload
 from lockstep.errors import ReplicaError
 from lockstep.extras import require
 from lockstep.parent_death import ParentDeathGuard
 
-_PACKAGES = (Path(lockstep.__file__).parent, Path(__file__).parent)
+_PACKAGES = tuple(Path(file).parent for file in (lockstep.__file__, lockstep_tools.__file__, __file__))
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED of a Unix socket's other end: process, user, group
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?[\w.]*(?:Error|Exception)\b")
 _STOP_LIMIT_S = 10.0
@@ -59,7 +60,7 @@ class Program(Launcher):
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables for its framework
 
     def launch(self, trial: Trial, folder: Path) -> RunningTrial:
-        """Writes the batches and starts the program, which imports both packages from the folder."""
+        """Writes the batches and starts the program, which imports the packages from the folder."""
         inputs, socket_path, guard = folder / "inputs.npz", folder / "harness", ParentDeathGuard()
         for package in _PACKAGES:
             (folder / package.name).symlink_to(package)

@@ -35,7 +35,7 @@ class Job:
     learning_rate: float  # Adam's
     count: int  # how many examples, or masked tokens, the loss of a global batch is divided by
     inputs: str  # path of the batches, an .npz file
-    source: str  # folder that the packages ``lockstep`` and ``benchmarks`` lie in
+    source: str  # folder that the packages ``lockstep``, ``lockstep_tools`` and ``benchmarks`` lie in
     socket: str  # path at which the harness listens
     started_s: float  # ``time.monotonic()`` of the machine when the program was started
     guard: str  # path of the guard that ends each process with the benchmark
