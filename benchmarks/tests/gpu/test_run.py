@@ -104,7 +104,8 @@ def test_the_programs_can_be_tried_without_a_gpu(tmp_path: Path, caplog: pytest.
 @pytest.mark.workers
 def test_what_was_measured_is_there_when_the_run_is_killed(python: Callable[..., Any], tmp_path: Path):
     words = ["gpu", "--device", "cpu", "--workload", "mlm", "--only", "eager", "--warm-up", "1", "--steps", "1"]
-    bench = python("-m", "benchmarks", *words, "--rounds", "1000", "--output", "tables")
+    output = ("--rounds", "1000", "--output", str(tmp_path / "tables"))
+    bench = python("-m", "benchmarks", *words, *output, folder=ROOT)
     while "round 2 " not in (line := bench.stderr.readline()):
         assert line
     bench.kill()
