@@ -30,8 +30,7 @@ demo: $(STAMP) ## train the masked language model on four logical devices, then 
 	    --output runs/demo --overwrite --check-exact
 
 # Three processes on any number of cores: many tests wait for workers that were killed or hosts that do not come.
-# With bytecode, where the environment says to write none: each of hundreds of processes would compile the sources anew,
-# 2 s of 9 s for one that imports most of them, and each worker the tests, 8 s.
+# With bytecode, where the environment says to write none: each of hundreds of processes would compile the sources anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: $(STAMP) ## run the tests that guard the promises (six minutes on two cores)

@@ -6,11 +6,11 @@ contenders -> rounds -> figures, comparisons -> report; a framework without an e
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.frameworks import PEERS, peers_of, versions_of
-from benchmarks.harness import Absence, run_rounds, trials_of
+from benchmarks.harness import Absence, Rounds, run_rounds, trials_of
 from benchmarks.loops import SETTINGS, layouts_of, run_replicas, suffix_of, train_alone, train_ddp, train_one_shard
 from benchmarks.processes import SpawnedBody
 from benchmarks.report import Report, Section, columns, report_of
@@ -91,6 +91,33 @@ def found_versions(peers: Sequence[str]) -> tuple[dict[str, str], dict[str, str]
         except ConfigError as error:
             missing[peer] = str(error)
     return versions, missing
+
+
+def chosen_contenders(
+    every: Mapping[str, Sequence[Contender]], only: Sequence[str] | None
+) -> dict[str, list[Contender]]:
+    """By workload, its contenders whose names are in ``only``; all for None. Raises a ConfigError for unknown names."""
+    names = {each.name for each in select_contenders([each for of_one in every.values() for each in of_one], only)}
+    return {name: [each for each in of_one if each.name in names] for name, of_one in every.items()}
+
+
+def sections_of(
+    wanted: Mapping[str, Sequence[Contender]],
+    rounds: Rounds,
+    missing: Mapping[str, str],
+    section: Callable[[str, Sequence[Figures], Sequence[Absence]], Section],
+) -> list[Section]:
+    """The section of each workload, given why frameworks are missing, by name."""
+    sections = []
+    for name, of_one in wanted.items():
+        absences = [
+            Absence(workload=name, contender=each.name, reason=missing[each.peer])
+            for each in of_one
+            if each.peer in missing
+        ]
+        absences += [absence for absence in rounds.absences if absence.workload == name]
+        sections.append(section(name, figures_of(of_one, rounds.samples, name), absences))
+    return sections
 
 
 MAX_STEP_RATIO: Mapping[str, float] = {"mobilenetv2": 0.75, "mlm": 1.0}
@@ -199,10 +226,7 @@ def flags(parser: ArgumentParser) -> None:
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures the contenders of each workload in turn; as the suite ``peers`` with the other frameworks."""
     others = peers_of if asked.suite == "peers" else lambda workload: []
-    contenders = {name: [*contenders_for(name), *others(name)] for name in asked.workload}
-    everyone = [each for of_workload in contenders.values() for each in of_workload]
-    names = {each.name for each in select_contenders(everyone, asked.only)}
-    wanted = {name: [each for each in of_one if each.name in names] for name, of_one in contenders.items()}
+    wanted = chosen_contenders({name: [*contenders_for(name), *others(name)] for name in asked.workload}, asked.only)
     peers = {each.peer for of_workload in wanted.values() for each in of_workload}
     versions, missing = found_versions([peer for peer in PEERS if peer in peers])
     trials = [
@@ -211,15 +235,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
         for trial in trials_of(WORKLOADS[name], [each for each in of_one if each.peer not in missing], conditions)
     ]
     rounds = run_rounds(trials, rounds=conditions.rounds)
-    sections = []
-    for name, of_one in wanted.items():
-        absences = [
-            Absence(workload=name, contender=each.name, reason=missing[each.peer])
-            for each in of_one
-            if each.peer in missing
-        ]
-        absences += [absence for absence in rounds.absences if absence.workload == name]
-        sections.append(section_of(name, figures_of(of_one, rounds.samples, name), absences))
+    sections = sections_of(wanted, rounds, missing, section_of)
     conditions = replace(conditions, facts=tuple(versions.items()))
     name = f"cpu-{conditions.machine.cores}"
     return report_of(name, conditions, "CPU benchmark", sections, rounds.samples, meanings=_MEANINGS)

@@ -26,7 +26,7 @@ from benchmarks.loops import SETTINGS
 from benchmarks.processes import Body, ProcessInfo, SpawnedBody
 from benchmarks.programs import Program
 from benchmarks.report import Column, Report, Section, columns, report_of
-from benchmarks.results import Comparison, Figures, figures_of, median_step, paired_ratios
+from benchmarks.results import Comparison, Figures, median_step, paired_ratios
 from benchmarks.small_step_loops import (
     MICROBATCHES,
     train_ddp,
@@ -37,8 +37,8 @@ from benchmarks.small_step_loops import (
 )
 from benchmarks.small_steps import BLOCKS, MODULES, RATE, ROWS, WIDTHS, small_batches
 from benchmarks.step_timer import StepTimer
-from benchmarks.suites.cpu import found_versions
-from benchmarks.trial import Conditions, Contender, Pace, Role, Trial, Workload, select_contenders
+from benchmarks.suites.cpu import chosen_contenders, found_versions, sections_of
+from benchmarks.trial import Conditions, Contender, Pace, Role, Trial, Workload
 from lockstep.errors import ConfigError
 
 PACE = Pace(warm_up=64, steps=250, rounds=3)  # our checks look at the 64th step, and then at the 128th
@@ -309,9 +309,7 @@ def trial_of(workload: str, contender: Contender, conditions: Conditions) -> Tri
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures the contenders of each workload in turn."""
-    every = {name: contenders(name) for name in asked.workload}
-    names = {each.name for each in select_contenders([each for row in every.values() for each in row], asked.only)}
-    wanted = {name: [each for each in of_one if each.name in names] for name, of_one in every.items()}
+    wanted = chosen_contenders({name: contenders(name) for name in asked.workload}, asked.only)
     peers = {each.peer for of_one in wanted.values() for each in of_one if each.peer}
     versions, missing = found_versions(sorted(peers))
     trials = [
@@ -321,15 +319,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
         if each.peer not in missing
     ]
     rounds = run_rounds(trials, rounds=conditions.rounds)
-    sections = []
-    for name, of_one in wanted.items():
-        absences = [
-            Absence(workload=name, contender=each.name, reason=missing[each.peer])
-            for each in of_one
-            if each.peer in missing
-        ]
-        absences += [absence for absence in rounds.absences if absence.workload == name]
-        sections.append(section_of(name, figures_of(of_one, rounds.samples, name), absences))
+    sections = sections_of(wanted, rounds, missing, section_of)
     conditions = replace(conditions, facts=tuple(versions.items()))
     name = f"steps-cpu-{conditions.machine.cores}"
     return report_of(name, conditions, "What a small step costs", sections, rounds.samples, meanings=_MEANINGS)

@@ -170,6 +170,20 @@ def test_nothing_of_a_failed_step_stays(make_strategy: MakeStrategy):
     assert runs_here(strategy)
 
 
+def test_an_interrupt_before_the_step_leaves_the_caller_s_state_and_a_strategy_that_runs():
+    class Interrupted:
+        def get_state(self) -> Tensor:
+            raise KeyboardInterrupt
+
+    thread = caller_thread.CallerThread(Interrupted(), torch.get_num_threads())  # type: ignore[arg-type]
+    state, cache = torch.get_rng_state(), torch.is_autocast_cache_enabled()
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(int)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_autocast_cache_enabled() is cache
+    assert not thread.is_here
+
+
 def test_a_run_in_a_replica_and_one_of_a_closed_strategy_are_refused(make_strategy: MakeStrategy):
     strategy = make_strategy(1)
     with pytest.raises(UsageError, match="run"):

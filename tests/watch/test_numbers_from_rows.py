@@ -262,7 +262,7 @@ def checked(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), checked], ids=["fit reads the losses", "the loss reads a number"])
-def test_buffers_whose_memory_a_backup_has_replaced_are_not_told_of(
+def test_buffers_that_a_backup_has_read_through_numpy_are_not_told_of(
     make_strategy: MakeStrategy, tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     with make_strategy(2).scope():

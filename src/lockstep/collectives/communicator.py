@@ -147,7 +147,7 @@ class Communicator(ABC):
         """
 
         def add(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(left + right for left, right in zip(one, other, strict=True))
+            return tuple(a + b for a, b in zip(one, other, strict=True))
 
         local_sums = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
         width, most = len(rows[0]), max(map(len, self.nodes))

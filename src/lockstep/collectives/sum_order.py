@@ -84,8 +84,8 @@ def leaf_nodes(replicas: Iterable[int]) -> Iterator[tuple[Node, int]]:
         yield Node(replica, replica + 1), replica
 
 
-def _parent(left: Node, right: Node, leaves: int) -> Node | None:
+def _parent(first: Node, second: Node, leaves: int) -> Node | None:
     """The node of which these are the two children, in this order; None if there is none."""
-    size = left.end - left.begin  # a power of two: only the last node of a level has fewer replicas
-    are_children = left.begin % (2 * size) == 0 and right == (left.end, min(left.begin + 2 * size, leaves))
-    return Node(left.begin, right.end) if are_children else None
+    size = first.end - first.begin  # a power of two: only the last node of a level has fewer replicas
+    are_children = first.begin % (2 * size) == 0 and second == (first.end, min(first.begin + 2 * size, leaves))
+    return Node(first.begin, second.end) if are_children else None

@@ -8,10 +8,14 @@ plain step takes 470 us: the mode costs 160 to 230 us a step, the way to the thr
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from lockstep.replicas.caller_state import CallerState
+
+T = TypeVar("T")
 
 # Threads that never draw from torch's default generator: of this package but for those that read data, of progress
 # bars, of the queues to DataLoaders' processes, of torch.compile's processes, and of Jupyter's kernel.
@@ -22,7 +26,7 @@ _DRAW_NOTHING = (
 
 
 class CallerThread:
-    """A block in which torch's default generator draws the numbers of ``generator``, in the thread that enters it.
+    """Calls the replica's body in the calling thread, while torch's default generator has the state of ``generator``.
 
     Args:
         generator: the replica's CPU generator.
@@ -32,13 +36,12 @@ class CallerThread:
     def __init__(self, generator: torch.Generator, threads: int) -> None:
         self._generator = generator
         self._threads = threads
-        self._before: tuple[torch.Tensor, bool, bool] | None = None
-        self._entered_by: int | None = None
+        self._running: int | None = None  # the number of the thread in which a body runs
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is in the block."""
-        return self._entered_by == threading.get_ident()
+        """Whether a body runs in the calling thread."""
+        return self._running == threading.get_ident()
 
     def suits(self, caller: CallerState) -> bool:
         """Whether the numbers there are those of the replica's own thread.
@@ -53,18 +56,22 @@ class CallerThread:
                 return False
         return True
 
-    def __enter__(self) -> None:
-        default = torch.default_generator
-        self._before = default.get_state(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-        self._entered_by = threading.get_ident()
-        # As in a replica's thread (``CallerState.set_switches``): a cache would change how gradients are added up.
-        torch.set_autocast_cache_enabled(False)
-        default.set_state(self._generator.get_state())
-
-    def __exit__(self, *error: object) -> None:
-        assert self._before is not None
-        (state, grad, cache), self._before, self._entered_by = self._before, None, None
-        self._generator.set_state(torch.default_generator.get_state())
-        torch.default_generator.set_state(state)
-        torch.set_grad_enabled(grad)
-        torch.set_autocast_cache_enabled(cache)
+    def run(self, body: Callable[[], T]) -> T:
+        """Calls the body; its grad mode and the caller's random numbers are as before afterwards."""
+        default, is_replicas = torch.default_generator, False
+        state, grad, cache = default.get_state(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        # No context manager: Ctrl-C can come while one is entered, and what it had set by then would stay.
+        try:
+            self._running = threading.get_ident()
+            # As in a replica's thread (``CallerState.set_switches``): a cache would change how gradients are added up.
+            torch.set_autocast_cache_enabled(False)
+            default.set_state(self._generator.get_state())
+            is_replicas = True
+            return body()
+        finally:
+            self._running = None
+            if is_replicas:
+                self._generator.set_state(default.get_state())
+            default.set_state(state)
+            torch.set_grad_enabled(grad)
+            torch.set_autocast_cache_enabled(cache)

@@ -182,8 +182,7 @@ class ReplicaRunner:
     def _run_here(self, thread: CallerThread, strategy: Owner, body: Callable[[], Any]) -> Any:
         """Runs the body of the only replica in the caller's thread."""
         replica = SoleReplicaContext(strategy, self._devices[0], self._only_slot)
-        with thread:
-            return copy_context().run(_in_replica, replica, body)
+        return thread.run(partial(copy_context().run, _in_replica, replica, body))
 
     def _submit(
         self, run: _Run, strategy: Owner, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]

@@ -75,8 +75,8 @@ class ReadNumbers:
 
     Args:
         rows: the number of rows of the shard.
-        inputs: the leaves of the shard, and the buffers of its modules. Once a checkpoint has been saved, torch cannot
-            resize their memory either, which they share with the saved copy until they are written.
+        inputs: the leaves of the shard, and the buffers of its modules: tensors that are not made of numbers although
+            torch cannot resize their storage. ``Tensor.numpy()``, by which checkpoints read buffers, leaves it so.
         module_state: tensors that modules have kept from an earlier step, and that depended on all its rows, by name.
     """
 
