@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -51,11 +52,20 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 
 def run_two(python: Callable[..., Any], program: Path, folder: Path, port: int) -> str:
-    """Runs two processes of a program, each with the variables that ``torchrun`` gives it; what they print."""
+    """Runs two processes of a program, each with the variables that ``torchrun`` gives it; what they print.
+
+    If they do not end in time, the test fails with what both have printed and where they stood.
+    """
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job["PYTHONFAULTHANDLER"] = "1"
     processes = [python(str(program), folder=folder, RANK=rank, LOCAL_RANK=rank, **job, **place) for rank in ("0", "1")]
-    printed = [process.communicate(timeout=LIMIT_S) for process in processes]
+    try:
+        printed = [process.communicate(timeout=LIMIT_S) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+        pytest.fail(f"not ended after {LIMIT_S} s: {[process.communicate(timeout=60) for process in processes]}")
     assert [process.returncode for process in processes] == [0, 0], printed
     return "".join(out for out, _ in printed)
 

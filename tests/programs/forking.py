@@ -166,7 +166,7 @@ def settle(request: Request, files: list[int]) -> None:
     for file, number in zip(files, (1, 2, 0), strict=False):
         os.dup2(file, number)
         os.close(file)
-    if "file" in request:
+    if "file" in request or request["environment"].get("PYTHONFAULTHANDLER"):
         faulthandler.enable(sys.stderr)  # so that SIGABRT has it say where it stands
     if request.get("network"):
         with Path("/run/netns", request["network"]).open() as namespace:
