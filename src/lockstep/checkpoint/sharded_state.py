@@ -30,8 +30,8 @@ from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.mirroring.optim.kernels import StatePart
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.mirroring.optim.storage_optimizers import StatePart
 from lockstep.parallel.regions import Region
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_files import TensorReader, TensorShard

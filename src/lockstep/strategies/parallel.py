@@ -29,7 +29,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.gradients.parameter_hooks import call_in_backward, divided_error, hooked
 from lockstep.mirroring.module.module import MirroredModule, signature
-from lockstep.mirroring.optim.kernels import ELEMENTWISE
+from lockstep.mirroring.optim.storage_optimizers import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_build import ModelBuilder

@@ -28,8 +28,8 @@ from lockstep.collectives.sum_order import tree_sum
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Number, divide, gradients_of, spread
 from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
-from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
+from lockstep.mirroring.optim.storage_optimizers import AmpAdapter, StorageOptimizers, on_device
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.watcher import Totals
 
