@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.mirroring.optim.step import balance
+from lockstep.mirroring.optim.update import balance
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from lockstep.mirroring.optim.step import UpdateTimes
+from lockstep.mirroring.optim.update import UpdateTimes
 from lockstep_tools.scaling.measure import PARTS, ReplicaMarks, mean_times, step_times
 
 

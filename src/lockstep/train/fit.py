@@ -17,7 +17,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.mirroring.gradients.parameter_hooks import warn_of_backward_hooks
-from lockstep.mirroring.optim.step import StepResult
+from lockstep.mirroring.optim.update import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import CompileConfig, TrainSetup

@@ -24,7 +24,7 @@ from lockstep.collectives.sum_order import tree_sum
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.extras import require
-from lockstep.mirroring.optim.step import check_finite
+from lockstep.mirroring.optim.update import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.train.curves import draw_curves
 

@@ -22,7 +22,7 @@ from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_l
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.mirroring.optim.step import StepResult
+from lockstep.mirroring.optim.update import StepResult
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.replicas.watcher import Totals
 from lockstep.train.batch import (

@@ -24,7 +24,7 @@ from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult, UpdateTimes
+from lockstep.mirroring.optim.update import StepResult, UpdateTimes
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.watcher import Totals
 from lockstep.strategies.base import Strategy

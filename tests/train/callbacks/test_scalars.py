@@ -41,7 +41,7 @@ def test_a_batch_has_the_numbers_of_a_step():
 
 def test_no_norm_is_computed_unless_it_is_asked_for(model: Model, batches: Any, monkeypatch: pytest.MonkeyPatch):
     computed: list[Any] = []
-    monkeypatch.setattr("lockstep.mirroring.optim.step.gradient_norms", lambda *given: computed.append(given) or {})
+    monkeypatch.setattr("lockstep.mirroring.optim.update.gradient_norms", lambda *given: computed.append(given) or {})
     model.fit(batches, verbose=0)
     assert not computed
     assert model.grad_norm is None

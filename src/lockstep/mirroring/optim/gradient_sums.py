@@ -17,7 +17,7 @@ from torch import nn
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, Settings
 from lockstep.mirroring.gradients.state import GradientHome, GradientState
-from lockstep.mirroring.optim.step import slices_of
+from lockstep.mirroring.optim.update import slices_of
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context
 from lockstep.replicas.owner import Owner
 from lockstep.replicas.watcher import Totals

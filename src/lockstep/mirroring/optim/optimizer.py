@@ -24,9 +24,9 @@ from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.gradients.state import GradientHome, GradientState
 from lockstep.mirroring.optim.gradient_sums import MakeSums, run_in_replicas
 from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
-from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, UpdateTimes
 from lockstep.mirroring.optim.step_hooks import replaced_step
 from lockstep.mirroring.optim.storage_optimizers import StorageOptimizers
+from lockstep.mirroring.optim.update import LockstepUpdate, StepResult, UpdateTimes
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.owner import Owner

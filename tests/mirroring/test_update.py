@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, NonFiniteLossError
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult
+from lockstep.mirroring.optim.update import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.watcher import Totals
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -188,5 +188,5 @@ def test_a_replica_that_leaves_out_the_update_is_named(make_strategy: MakeStrate
 
     with pytest.raises(CollectiveError, match=r"replica 1 \(cpu:1\) has returned") as caught:
         trainer.strategy.run(body, (shards(ROWS),))
-    assert "waits in optimizer update at test_optimizer_step.py:" in str(caught.value)
+    assert "waits in optimizer update at test_update.py:" in str(caught.value)
     assert trainer.step(shards(ROWS)).count == 7.0

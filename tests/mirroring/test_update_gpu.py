@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.optim.step import StepResult
+from lockstep.mirroring.optim.update import StepResult
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.replicas.watcher import Totals
