@@ -1,10 +1,11 @@
 """The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
 
-    trainer      the Trainer: begin here
-    sharding     divides a collated batch, weighs and checks the loss of each shard, and joins outputs
-    examples     counts the examples of batches whose rows are not one an example
-    arguments    which strategy is used, arguments that are refused, and what transformers sees of the devices
-    sync         what the workers agree on, and the random states in checkpoints
+    trainer              the Trainer: begin here
+    sharding             divides a collated batch, and joins outputs
+    loss_normalization   weighs the loss of each shard, and checks that it may be
+    examples             counts the examples of batches whose rows are not one an example
+    arguments            which strategy is used, arguments that are refused, and what transformers sees of the devices
+    sync                 what the workers agree on, and the random states in checkpoints
 
 Importing it needs ``transformers`` and ``accelerate``: ``pip install 'torch-lockstep[transformers]'``.
 """

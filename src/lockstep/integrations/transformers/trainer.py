@@ -32,6 +32,14 @@ from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.integrations.transformers.examples import count_examples, division_of
+from lockstep.integrations.transformers.loss_normalization import (
+    LossCheck,
+    Share,
+    current_share,
+    loss_difference,
+    weighing,
+    weighted,
+)
 from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -71,7 +79,7 @@ class Trainer(transformers.Trainer):
         self._mirrored: MirroredModule | None = None
         self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = False
-        self._loss_check = sharding.LossCheck(0)
+        self._loss_check = LossCheck(0)
         arguments.check_arguments(args, workers=self._workers.size)
         arguments.check_model(model)
         self._one_process = arguments.OneProcess(args, self.strategy)
@@ -86,7 +94,7 @@ class Trainer(transformers.Trainer):
         backward = self.accelerator.backward
         # transformers calls backward in the middle of its training_step; there is no hook between the loss and its
         # gradients.
-        self.accelerator.backward = lambda loss, **named: backward(sharding.weighted(loss), **named)
+        self.accelerator.backward = lambda loss, **named: backward(weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Transformers sets the seed for it; so the replicas' random states are seeded again too."""
@@ -99,7 +107,7 @@ class Trainer(transformers.Trainer):
         self._one_process.establish()
         sync.agree_on_arguments(self._workers, self.args)
         self._holds_best, self._callbacks.resumed_from = False, None
-        self._loss_check = sharding.LossCheck(self.strategy.num_replicas_in_sync)
+        self._loss_check = LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
@@ -209,7 +217,7 @@ class Trainer(transformers.Trainer):
             return super()._get_dataloader(*args, **named)
 
     def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
-        share = sharding.current_share()
+        share = current_share()
         with arguments.seen_as_one_device(self.args):
             items = super()._get_num_items_in_batch(*args, **named)
         return items if share is None else share.watch(items, self._device)
@@ -267,15 +275,15 @@ class Trainer(transformers.Trainer):
         """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
-        def loss_of(inputs: Any, share: sharding.Share) -> Tensor:
-            with sharding.weighing(share), self.compute_loss_context_manager():
+        def loss_of(inputs: Any, share: Share) -> Tensor:
+            with weighing(share), self.compute_loss_context_manager():
                 count = share.watch(number, self._device)
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
         # The step after the check draws the numbers that it would have drawn without it.
         with preserving_rng(replica_of_step()):
-            return sharding.loss_difference(loss_of, shard, copy, items=items)
+            return loss_difference(loss_of, shard, copy, items=items)
 
     def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
@@ -285,7 +293,7 @@ class Trainer(transformers.Trainer):
             sends = nullcontext() if self._sums_in_step else self._mirrored_module.no_sync()
             with (
                 sends,
-                sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
+                weighing(Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
             ):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
@@ -321,7 +329,7 @@ class Trainer(transformers.Trainer):
     ) -> sharding.Prediction | None:
         if not shard.rows:
             return None
-        with sharding.weighing(sharding.Share(shard.count, shard.total)) as share:
+        with weighing(Share(shard.count, shard.total)) as share:
             outputs = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
         return sharding.Prediction(shard.rows, share.weight, *outputs)
 
