@@ -18,7 +18,7 @@ from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.gradients.local_sum import Number
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
-from lockstep.watch.rows import rows_not_followed
+from lockstep.watch.row_dependence import rows_not_followed
 
 Sums = tuple[Tensor, Number]
 """The losses of some rows: their total, a scalar that carries the gradient, and how many were counted."""

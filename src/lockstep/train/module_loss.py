@@ -25,7 +25,7 @@ from lockstep.train.batch import ShardRows, Sums, checked_alone, keeping_modes, 
 from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.loss_totals import LossTotals, loss_sums
 from lockstep.watch.loss_parts import mismatch_of_parts
-from lockstep.watch.rows import is_due
+from lockstep.watch.row_dependence import is_due
 
 _INSTEAD = (
     "give compile a loss(outputs, targets) of outputs.logits that returns one value per label, or a pair (total, count)"

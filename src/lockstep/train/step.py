@@ -43,7 +43,7 @@ from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_st
 from lockstep.train.module_loss import module_loss_sums
 from lockstep.train.string_identifiers import ModuleLoss, logits_of, takes_tensors
 from lockstep.train.user_step import TrainStep, UserStep, run_user_step
-from lockstep.watch.rows import current_row_watch
+from lockstep.watch.row_dependence import current_row_watch
 
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline

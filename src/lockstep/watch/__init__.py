@@ -5,7 +5,8 @@
     first_run        what a first run leaves behind; ``captures``: the values that a function can reach
     python_draws     random numbers of Python and NumPy, and seeds that replicas have in common
     loss_graph_check the losses that are differentiated, by the nodes of their graphs
-    row_check        losses that combine rows: begins ``rows``, ``calls_on_copies`` and ``numbers_from_rows``, and warns
+    row_check        losses that combine rows: begins ``row_dependence``, which follows them by ``calls_on_copies`` and
+                     ``numbers_from_rows``, and warns
     loss_parts       whether a loss of a shard is the sum of what it gives for parts of it
 
 Begin with ``looks``.

@@ -2,7 +2,7 @@
 
     first run             FirstRun, PythonDraws, LossLook
     first uneven batch    LossLook; before, UpdateWait until an update has used the first run's gradients
-    some runs with rows   RowCheck, as ``rows.is_due`` says
+    some runs with rows   RowCheck, as ``row_dependence.is_due`` says
 
 Nothing looks at most runs.
 """
@@ -24,7 +24,7 @@ from lockstep.watch.first_run import FirstRun
 from lockstep.watch.loss_graph_check import LossLook, StepLosses, UpdateWait
 from lockstep.watch.python_draws import PythonDraws
 from lockstep.watch.row_check import RowCheck, RunCount
-from lockstep.watch.rows import is_due
+from lockstep.watch.row_dependence import is_due
 from lockstep.watch.step_names import is_of_the_package
 
 

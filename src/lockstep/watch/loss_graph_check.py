@@ -27,7 +27,7 @@ from lockstep.collectives.communicator import call_site
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.watcher import PROCEED, Differentiation, Run, TorchCalled, Watcher, as_sequence
-from lockstep.watch.rows import MIXING_ADVICE, Mixing
+from lockstep.watch.row_dependence import MIXING_ADVICE, Mixing
 from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
 
@@ -288,7 +288,7 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
 def _divides_by_a_sum(root: Any) -> bool:
     """Whether a loss is divided by a sum over rows that depends on weights, as a Dice loss is.
 
-    The copies of ``rows`` do not tell of it where the sum is the same for any rows, as that of softmax is.
+    The copies of ``row_dependence`` do not tell of it where the sum is the same for any rows, as that of softmax is.
     """
     visited, waiting = {root}, [root]
     while waiting:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import tree_leaves
 from lockstep.errors import CollectiveError
-from lockstep.watch.rows import bounds
+from lockstep.watch.row_dependence import bounds
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 """Errors of a loss or metric that cannot be computed from some of the rows."""

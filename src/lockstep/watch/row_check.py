@@ -1,6 +1,6 @@
 """Checks in some runs of a step whether its losses are sums over rows, and warns once for each step function.
 
-``rows.py`` follows the rows in each replica. This module begins and ends that, and warns of what it finds. Steps
+``row_dependence`` follows the rows in each replica. This module begins and ends that, and warns of what it finds. Steps
 of this package, such as that of ``fit``, ask ``current_row_watch`` themselves and refuse such a loss.
 """
 
@@ -23,7 +23,7 @@ from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Differentiation, Run, TorchCalled, Watcher
 from lockstep.watch.loss_graph_check import Passes, StepLosses, is_mean_of, loss_warnings
 from lockstep.watch.numbers_from_rows import Difference, difference_among
-from lockstep.watch.rows import MIXING_ADVICE, Mixing, RowWatch, follows_modules
+from lockstep.watch.row_dependence import MIXING_ADVICE, Mixing, RowWatch, follows_modules
 from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
 
@@ -35,7 +35,7 @@ class RunCount:
     losses: StepLosses
     runs: int = 0
     with_rows: int = 0  # runs in which a shard had several rows
-    row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``rows.RowOutputs`` says
+    row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``row_dependence.RowOutputs`` says
     has_warned: bool = False  # of rows that are combined
     has_read: bool = False  # numbers from rows, by Python or NumPy
     module_states: list[dict[str, Tensor]] = field(default_factory=list)  # of each replica: what its modules have kept
@@ -117,7 +117,7 @@ class RowCheck(Watcher):
             return
         watches = [watch for watch in self._watches if watch is not None]
         # A loss of zero has gradients of zero, which are alike however it is computed: the next run is checked instead
-        # (tests/watch/test_rows.py: test_a_step_whose_loss_is_zero_leaves_the_check_to_the_next).
+        # (tests/watch/test_row_dependence.py: test_a_step_whose_loss_is_zero_leaves_the_check_to_the_next).
         is_zero = any(watch.saw_zero for watch in watches)
         self._count.is_open = is_zero and not any(watch.compared for watch in watches)
         self._count.has_read = any(watch.has_read for watch in watches)

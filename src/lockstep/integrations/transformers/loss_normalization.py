@@ -30,7 +30,7 @@ from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes
 from lockstep.watch.loss_parts import FAILURES, relative_difference
-from lockstep.watch.rows import Mixing, RowWatch, follows_modules
+from lockstep.watch.row_dependence import Mixing, RowWatch, follows_modules
 
 _EXACT, _ROUGH = 1e-4, 5e-2
 _LOW = (torch.float16, torch.bfloat16)

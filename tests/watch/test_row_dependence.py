@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.errors import ConfigError
-from lockstep.watch import rows as watch
+from lockstep.watch import row_dependence as watch
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -171,7 +171,9 @@ def looped(strategy: MirroredStrategy, between: Between) -> list[str]:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_module_that_combines_rows_is_refused_by_fit(make_strategy: MakeStrategy, name: str):
-    with pytest.raises(ConfigError, match=r"combines the rows of its shard \(.*test_rows.py:\d+.*batch_first"):
+    with pytest.raises(
+        ConfigError, match=r"combines the rows of its shard \(.*test_row_dependence.py:\d+.*batch_first"
+    ):
         fitted(make_strategy(2), MIXING[name])
 
 
