@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.errors import ConfigError
-from lockstep.watch import row_dependence as watch
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -366,11 +365,6 @@ def test_a_loop_whose_outputs_are_ever_smaller_is_judged_by_its_terms(make_strat
         warnings.simplefilter("error")
         for x in strategy.distribute_dataset([batch]):
             strategy.run(step, (x,))
-
-
-def test_on_a_gpu_the_first_step_alone_is_checked():
-    assert [step for step in range(40) if watch.is_due(step, on_cpu=False)] == [1]
-    assert [step for step in range(40) if watch.is_due(step)] == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
 
 
 @pytest.mark.parametrize("kind", ["python", "c"])

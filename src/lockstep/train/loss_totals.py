@@ -32,8 +32,9 @@ from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 from lockstep.train.string_identifiers import NamedLoss, without_partial
 from lockstep.watch.captures import captured_by, state_of
+from lockstep.watch.check_schedule import is_due
 from lockstep.watch.loss_parts import Mismatch, mismatch_of_parts, rounding_of
-from lockstep.watch.row_dependence import current_row_watch, is_due
+from lockstep.watch.row_dependence import current_row_watch
 
 MOST_PARTS = 8
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"

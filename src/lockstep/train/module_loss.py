@@ -24,8 +24,8 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.train.batch import ShardRows, Sums, checked_alone, keeping_modes, module_arguments
 from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.loss_totals import LossTotals, loss_sums
+from lockstep.watch.check_schedule import is_due
 from lockstep.watch.loss_parts import mismatch_of_parts
-from lockstep.watch.row_dependence import is_due
 
 _INSTEAD = (
     "give compile a loss(outputs, targets) of outputs.logits that returns one value per label, or a pair (total, count)"

@@ -7,6 +7,7 @@
     loss_graph_check the losses that are differentiated, by the nodes of their graphs
     row_check        losses that combine rows: begins ``row_dependence``, which follows them by ``calls_on_copies`` and
                      ``numbers_from_rows``, and warns
+    check_schedule   the steps in which the losses are checked
     loss_parts       whether a loss of a shard is the sum of what it gives for parts of it
 
 Begin with ``looks``.

@@ -2,7 +2,7 @@
 
     first run             FirstRun, PythonDraws, LossLook
     first uneven batch    LossLook; before, UpdateWait until an update has used the first run's gradients
-    some runs with rows   RowCheck, as ``row_dependence.is_due`` says
+    some runs with rows   RowCheck, as ``check_schedule`` says
 
 Nothing looks at most runs.
 """
@@ -20,11 +20,11 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.issue_policy import code_of, unwrapped
 from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Run, Watcher
+from lockstep.watch.check_schedule import is_due
 from lockstep.watch.first_run import FirstRun
 from lockstep.watch.loss_graph_check import LossLook, StepLosses, UpdateWait
 from lockstep.watch.python_draws import PythonDraws
 from lockstep.watch.row_check import RowCheck, RunCount
-from lockstep.watch.row_dependence import is_due
 from lockstep.watch.step_names import is_of_the_package
 
 

@@ -21,9 +21,10 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import Differentiation, Run, TorchCalled, Watcher
+from lockstep.watch.check_schedule import follows_modules
 from lockstep.watch.loss_graph_check import Passes, StepLosses, is_mean_of, loss_warnings
 from lockstep.watch.numbers_from_rows import Difference, difference_among
-from lockstep.watch.row_dependence import MIXING_ADVICE, Mixing, RowWatch, follows_modules
+from lockstep.watch.row_dependence import MIXING_ADVICE, Mixing, RowWatch
 from lockstep.watch.step_names import description_of_step, is_of_the_package, warn_caller
 
 

@@ -58,12 +58,6 @@ SUSPECT = 100
 """Larger relative differences than so many roundings of the least exact dtype get a warning."""
 CERTAIN = 4096
 """Larger differences than so many roundings are no rounding."""
-FIRST_STEPS = 8
-THROUGH_STEPS = 2
-"""Modules are followed in so many steps: in the first, a layer of zeros may hide what comes before it."""
-ALL_CHECKED_FROM = 512
-"""From this step on modules are followed again. Between, only the loss: following a module costs about as much as a
-step (four forward passes). All checks together take 1% of 2,000 tiny steps of a loop, and of 3,200 of ``fit``."""
 
 MIXING_ADVICE = (
     "where one device has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, "
@@ -118,20 +112,6 @@ _OPERATORS = ("torch._ops", "torch.ops", "torch._library")
 _KEPT = 4096  # entries of an attribute that may have been kept from an earlier step
 _SAMPLED = 8  # entries along each dimension in which origins are looked for
 _NAMED = 3  # origins that a message names, at most
-
-
-def is_due(step: int, *, on_cpu: bool = True) -> bool:
-    """Whether losses are checked in this step of a training, counted from 1.
-
-    On a CPU in the first eight, of which some may lack a mask, a class or an event, and in the 16th, 32nd, 64th, ... On
-    a GPU in the first alone: the host would have to wait for the results, and captured steps cannot.
-    """
-    return step == 1 or (on_cpu and step > 0 and (step <= FIRST_STEPS or step.bit_count() == 1))
-
-
-def follows_modules(step: int) -> bool:
-    """Whether rows are followed through modules in this step of a training, if its loss is checked."""
-    return 0 < step <= THROUGH_STEPS or (step >= ALL_CHECKED_FROM and step.bit_count() == 1)
 
 
 @dataclass(frozen=True, slots=True)

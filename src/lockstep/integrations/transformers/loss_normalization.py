@@ -29,8 +29,9 @@ from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes
+from lockstep.watch.check_schedule import follows_modules
 from lockstep.watch.loss_parts import FAILURES, relative_difference
-from lockstep.watch.row_dependence import Mixing, RowWatch, follows_modules
+from lockstep.watch.row_dependence import Mixing, RowWatch
 
 _EXACT, _ROUGH = 1e-4, 5e-2
 _LOW = (torch.float16, torch.bfloat16)
