@@ -29,8 +29,8 @@ from torch.utils.data import (
 import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import select
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
-from lockstep.data.list_reader import ListReader
 from lockstep.data.random_state import RandomState
 from lockstep.data.readers import CheckedBatch
 from lockstep.data.resumable_iteration import DistributedIterable

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.list_reader import ListReader
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.sharding import batch_rows, join_batches, shard_sizes, split_batch
 from lockstep.errors import DataError
 

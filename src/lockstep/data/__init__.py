@@ -11,7 +11,7 @@
     sharding              shard sizes, and the rows of each shard
     row_loading           loads the rows of each replica alone, with a seed of its own
     worker_sync           keeps several workers in step; row_sample compares rows of their copies of the data
-    structure             walks nested batches; list_reader finds lists of one item a row, typed_batches keeps types
+    structure             walks nested batches; batch_lists finds lists of one item a row, typed_batches keeps types
     error_notes           what is added to a replica's error: its number, and what is special about its shard
 
 ``random_state`` imports none of the others, ``dataset`` all of them.

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lockstep.checks import check_choice, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
-from lockstep.data.list_reader import ListReader, Lists
+from lockstep.data.batch_lists import ListReader, Lists
 from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
 from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.data.row_loading import ReplicaRowsReader

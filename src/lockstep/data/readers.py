@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.list_reader import ListReader
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.random_state import all_generators
 from lockstep.data.row_sample import Readings, RowSample, SampledRows
 from lockstep.data.sharding import LocalRows, join_batches, local_shards

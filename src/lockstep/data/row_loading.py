@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.list_reader import ListReader
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.random_state import generators_of, numpy_state
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
 from lockstep.data.row_sample import (

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.list_reader import SINGLE_VALUES, ListReader
+from lockstep.data.batch_lists import SINGLE_VALUES, ListReader
 from lockstep.data.structure import (
     check_layout,
     leaf_has_rows,

@@ -1,7 +1,7 @@
 """Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
-item a row (``RowList``, ``RowTuple``; ``list_reader`` makes them). A batch of a type derived from these, and a mapping
+item a row (``RowList``, ``RowTuple``; ``batch_lists`` makes them). A batch of a type derived from these, and a mapping
 of another type than dict, is of its own type in each replica's view (``typed_batches``). The names of leaves are for
 messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
 """

@@ -32,9 +32,9 @@ from lockstep.collectives.per_replica import (
 )
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.config import LogicalDevice, default_devices, release_devices, resolve_devices
+from lockstep.data.batch_lists import Lists
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.error_notes import ShardNotes
-from lockstep.data.list_reader import Lists
 from lockstep.data.sharding import shard_sizes
 from lockstep.data.structure import Shards, first_rows
 from lockstep.errors import ConfigError, UsageError

@@ -16,8 +16,8 @@ from torch import Tensor
 from lockstep._torch_compat import tree_flatten, tree_unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.error_notes import WithRows
-from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of, row_counts

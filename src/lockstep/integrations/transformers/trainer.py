@@ -26,7 +26,7 @@ from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object, refuse_to_save, refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.list_reader import ListReader
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.readers import batch_digest
 from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError

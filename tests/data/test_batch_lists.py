@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.collectives.per_replica import select
+from lockstep.data.batch_lists import ListReader
 from lockstep.data.dataset import DistributedDataset
-from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError, DataError
 
