@@ -8,7 +8,7 @@ rendezvous       how the launchers of several hosts find each other
 elastic_meeting  the same in an elastic job, again and again: who is there, and what the first launcher decides
 elastic_plan     that decision: who starts how many workers, or why the job ends
 store_link       a launcher's connection to the store of an elastic job
-elastic          the agent of an elastic job: tells lost workers from failures, and takes in those that come back
+elastic_agent    the agent of an elastic job: tells lost workers from failures, and takes in those that come back
 output           what the workers print: log files, and the terminal
 worker           the life of a worker process, and the files that it shares with the launcher; imports no torch
 serialization    functions, results and errors as bytes for another process

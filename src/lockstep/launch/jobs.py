@@ -22,7 +22,7 @@ from lockstep.checks import MOST_AT_ONCE, check_number
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
-from lockstep.launch.elastic import ElasticAgent
+from lockstep.launch.elastic_agent import ElasticAgent
 from lockstep.launch.elastic_meeting import Elastic, ElasticMeeting
 from lockstep.launch.failures import FailureRecord, WorkerFailure
 from lockstep.launch.hang_dump import read_stacks
