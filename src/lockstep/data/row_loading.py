@@ -37,7 +37,8 @@ from lockstep.data.row_sample import (
 )
 from lockstep.data.sharding import join_shards, shard_sizes
 from lockstep.data.sources import drawn_seed, persists
-from lockstep.replicas.rng.generators import derived_seed, own_generator
+from lockstep.replicas.rng.default_generator import own_generator
+from lockstep.replicas.rng.generators import derived_seed
 
 _OF_PROCESSES = (
     *("num_workers", "pin_memory", "timeout", "multiprocessing_context"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.replicas.rng.generators import companion_generators
+from lockstep.replicas.rng.default_generator import companion_generators
 from lockstep.replicas.rng.replica_rng import ReplicaRng, in_replica
 
 

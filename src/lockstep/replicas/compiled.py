@@ -20,7 +20,7 @@ import torch
 from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor, release_gil_in_kernels
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.linear import is_worth_onednn, matrix_product, onednn_is_faster
-from lockstep.replicas.rng.generators import own_generator
+from lockstep.replicas.rng.default_generator import own_generator
 from lockstep.replicas.rng.ops import draws
 
 COMPILE_LIMIT_S = 1800.0

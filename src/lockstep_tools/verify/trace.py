@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep._torch_compat import keystr, tree_flatten_with_path
 from lockstep.introspection import is_kind
-from lockstep.replicas.rng.generators import own_generator
+from lockstep.replicas.rng.default_generator import own_generator
 from lockstep.replicas.watcher import Totals
 
 Rows = tuple[int, ...]

@@ -36,7 +36,7 @@ from lockstep._torch_compat import (
     without_innermost_function_mode,
 )
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.generators import GeneratorHere, own_generator
+from lockstep.replicas.rng.default_generator import GeneratorHere, own_generator
 from lockstep.replicas.rng.ops import REWRITTEN, draws
 from lockstep.replicas.watcher import PROCEED, TorchCalled
 

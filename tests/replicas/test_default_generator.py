@@ -1,4 +1,4 @@
-"""Gradient checkpointing draws a block's dropout masks twice: both times the replica's own, and the same."""
+"""What asks for torch's default generator in a replica gets the replica's: checkpointing draws the same masks twice."""
 
 from __future__ import annotations
 
