@@ -8,14 +8,9 @@ from itertools import accumulate
 
 import pytest
 
+from lockstep.parallel.layer_split import split_layers
 from lockstep.parallel.pipeline import orders_of
-from lockstep.parallel.pipeline_config import (
-    SCHEDULES,
-    PipelineConfig,
-    ScheduleName,
-    choose_pipeline_config,
-    split_layers,
-)
+from lockstep.parallel.pipeline_config import SCHEDULES, PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import Action, simulate
 from lockstep_tools.plan.cost import Passes, bubble_seconds
 from lockstep_tools.plan.division import Division, live_microbatches, split_evenly

@@ -6,7 +6,8 @@
     tensor_plan, tensor_styles           which modules tensor ranks divide (pure); how one is divided, and sequences
     tensor_parallel, tp_rng              layers divided by a plan, and a worker's shards of them; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
-    pipeline_config, pipeline_stage      schedules and layer splits (pure); where a model is cut, and its stages
+    pipeline_config, layer_split         schedules (pure); how many layers each stage gets (pure)
+    pipeline_stage                       where a model is cut, and its stages
     stage_cut, stage_tracer              where a plain module is cut, into parts of a graph of its forward, by torch.fx
     pipeline, pipeline_trace             a training step through the stages; what ran when
     pipeline_values                      what stages give each other

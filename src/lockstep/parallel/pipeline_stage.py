@@ -19,7 +19,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep._torch_compat import EnableTorchFunction
 from lockstep.errors import ConfigError, DataError
-from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
+from lockstep.parallel.layer_split import check_layers, check_split, split_layers
+from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 from lockstep.parallel.transformers_plans import base_name, require_layers
 

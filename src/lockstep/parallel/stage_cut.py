@@ -24,7 +24,8 @@ from torch import fx, nn
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
-from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
+from lockstep.parallel.layer_split import check_layers, check_split, split_layers
+from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StageCut, StandIn, weights_in
 from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, PLAIN, AttributeRead, outline, trace_stages
 

@@ -13,7 +13,7 @@ from lockstep import console
 from lockstep.checks import check_divides
 from lockstep.console import counted
 from lockstep.extras import find_package
-from lockstep.parallel.pipeline_config import check_layers
+from lockstep.parallel.layer_split import check_layers
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose

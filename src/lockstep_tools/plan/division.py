@@ -120,7 +120,7 @@ class PipelineWorker:
 
 
 def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """What ``split_layers`` of ``parallel.pipeline_config`` finds for equal layers, in a thousandth of the time.
+    """What ``split_layers`` of ``parallel.layer_split`` finds for equal layers, in a thousandth of the time.
 
     ``head`` is the cost of the head in the last stage, in layers.
     """

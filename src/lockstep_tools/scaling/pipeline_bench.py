@@ -23,13 +23,8 @@ from lockstep.atomic_files import atomic_write
 from lockstep.checks import check_choice, check_least
 from lockstep.console import text_table
 from lockstep.errors import ConfigError
-from lockstep.parallel.pipeline_config import (
-    SCHEDULES,
-    PipelineConfig,
-    ScheduleName,
-    check_layers,
-    choose_pipeline_config,
-)
+from lockstep.parallel.layer_split import check_layers
+from lockstep.parallel.pipeline_config import SCHEDULES, PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
 from lockstep_tools.recipes.mlm.config import MlmConfig
 from lockstep_tools.recipes.mlm.model import new_bert
