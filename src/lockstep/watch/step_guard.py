@@ -44,7 +44,7 @@ from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects, StepGradients
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.replica_rng import ReplicaRng, is_random
+from lockstep.replicas.rng.replica_rng import Guarded, ReplicaRng, is_random
 from lockstep.replicas.watcher import PROCEED, Run, Watcher
 
 _METADATA = frozenset(
@@ -230,6 +230,7 @@ class StepGuard:
         self._tensors = ownership.tensors
         self._local_ids = {number for number, entry in ownership.tensors.items() if entry.replica == replica}
         self._foreign_ids = ownership.tensors.keys() - self._local_ids
+        self.guarded = Guarded(frozenset(_CHECKS), self._local_ids, self._foreign_ids)
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,7 +418,8 @@ class StepGuards(Watcher):
                 self._revision = self._objects.revision
                 ownership, gradients = Ownership(self._objects.modules), StepGradients(self._objects)
                 for replica, mode in enumerate(self._modes):
-                    mode.guard = StepGuard(replica, ownership, self._claims, gradients)
+                    guard = StepGuard(replica, ownership, self._claims, gradients)
+                    mode.guarded_by(guard, guard.guarded)
         return ()
 
 

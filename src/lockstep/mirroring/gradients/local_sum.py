@@ -64,6 +64,10 @@ class GradientExchange(ABC):
     def run(self, context: ReplicaContext, indices: Sequence[int]) -> None:
         """Leaves the sums of a slice of the parameters in the leaders' ".grad". Every replica must call it."""
 
+    def run_at_once(self) -> None:
+        """The same of all parameters, called once, while the replicas wait. Where the sums are local only."""
+        raise NotImplementedError
+
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The norm of all summed gradients of the model, given each parameter's; called once, while replicas wait."""
         in_order = [norms[index] for index in sorted(norms)]
@@ -104,6 +108,12 @@ class LocalExchange(GradientExchange):
         self._add_up(self._additions[context.local_replica], parameters)
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: self._sum_between_groups())
+
+    def run_at_once(self) -> None:
+        for leader in self._leaders:
+            self._add_up(self._additions[leader], self._parameters)
+        if len(self._leaders) > 1:
+            self._sum_between_groups()
 
     def _sum_between_groups(self) -> None:
         self._add_up(self._additions_between_groups, self._parameters)

@@ -135,14 +135,14 @@ def _suits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         type(input) in _PLAIN
         and type(weight) in _PLAIN
+        and weight.ndim == 2
+        and input.numel() * weight.shape[0] >= _WORTH_IT  # before the others, which a small layer can do without
         and input.dtype is torch.float32
         and weight.dtype is torch.float32
         and (bias is None or bias.dtype is torch.float32)
         and input.device.type == weight.device.type == "cpu"
         and input.ndim >= 2
-        and weight.ndim == 2
         and input.shape[-1] == weight.shape[1]
-        and input.numel() * weight.shape[0] >= _WORTH_IT
         and not torch.is_autocast_enabled("cpu")
         and not functorch_is_active()
         and not num_dispatch_modes()

@@ -12,8 +12,10 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from contextvars import Token
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -47,7 +49,7 @@ Reentrant: the garbage collector may run a finalizer that asks for it, such as t
 thread that holds it.
 """
 
-_Tensor = torch.Tensor
+_Tensor, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
     [
         *(torch.rand, torch.randn, torch.randint, torch.randperm),
@@ -58,11 +60,12 @@ _TAKES_GENERATOR: frozenset[Any] = frozenset(
         _Tensor.uniform_,
     ]
 )
-# Python functions that draw through others: their own body is run with the mode still on. A backward pass does where
-# gradient checkpointing runs a block once more.
-_COMPOSITE: frozenset[Any] = frozenset(
-    [F.multi_head_attention_forward, F.gumbel_softmax, _Tensor.backward, torch.autograd.backward, torch.autograd.grad]
-)
+# Python functions that draw through others: their own body is run with the mode still on.
+_COMPOSITE: frozenset[Any] = frozenset([F.multi_head_attention_forward, F.gumbel_softmax])
+# These draw where gradient checkpointing runs a block once more, so the engine alone is run with the mode on: what else
+# they call in torch would be looked at for nothing, 20 us of a backward pass.
+_BACKWARDS: frozenset[Any] = frozenset([_Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_ENGINE = "_engine_run_backward"  # the function of torch.autograd that runs it (torch 2.13)
 # With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
 _RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
 # Functions that draw inside C++, or that no hot loop calls: the default generator draws for them, one at a time.
@@ -77,7 +80,7 @@ _DRAWS_INSIDE: frozenset[Any] = _RECURRENT | frozenset(
         *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
     ]
 )
-_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | REWRITTEN.keys()
+_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _BACKWARDS | _DRAWS_INSIDE | REWRITTEN.keys()
 
 _FRAMES_TO_CALL = 24
 """How many frames above a mode's call the function can be that was called, with other modes between."""
@@ -143,6 +146,21 @@ def in_replica() -> bool:
     return get_replica_context() is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """What a guard has to be asked about: other calls, of functions that draw nothing, are made at once.
+
+    Args:
+        functions: those whose every call is looked at.
+        local: the ids of the tensors of this replica's copies, the only parameters that need no look.
+        foreign: the ids of those of other replicas' copies.
+    """
+
+    functions: frozenset[Any] = frozenset()
+    local: AbstractSet[int] = frozenset()
+    foreign: AbstractSet[int] = frozenset()
+
+
 class ReplicaRng(TorchFunctionMode):
     """Gives random functions called in this thread on CPU tensors the numbers of ``generator``.
 
@@ -151,7 +169,8 @@ class ReplicaRng(TorchFunctionMode):
         applies: called before each draw; if its result is not true, torch's default generator is used. None: it always
             is.
         instead: replacements of other torch functions, here because every mode costs time at every call. Watchers see
-            the calls here for the same reason: the ``guard`` in all runs, others in the block of ``looked_at_by``.
+            the calls here for the same reason: the guard of ``guarded_by`` in all runs, others in the block of
+            ``looked_at_by``.
     """
 
     def __init__(
@@ -165,11 +184,19 @@ class ReplicaRng(TorchFunctionMode):
         self._applies = applies
         self._mended: dict[Any, Any] = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm}
         self._instead = self._all_instead = self._mended | dict(instead)
-        self.guard: TorchCalled | None = None
+        self._guard: TorchCalled | None = None
+        self._guarded = Guarded()
+        self._seen = _DRAWING  # functions whose every call is looked at by the guard, or draws
         self._looks: tuple[TorchCalled, ...] = ()
         self._passed_on = _METADATA
         self._profile: Any = None  # the function of sys.setprofile, while a call is looked at
+        self._bodies: dict[Any, Callable[..., Any]] = {}
         self._entered: list[Token[GeneratorHere | None]] = []
+
+    def guarded_by(self, guard: TorchCalled, guarded: Guarded) -> None:
+        """Has ``guard`` asked before every call that ``guarded`` does not tell to be harmless."""
+        self._guard, self._guarded = guard, guarded
+        self._seen = _DRAWING | guarded.functions
 
     def use_replacements(self, *, use: bool) -> None:
         """Whether calls from now on use the functions given as ``instead``."""
@@ -191,13 +218,26 @@ class ReplicaRng(TorchFunctionMode):
         if func in self._passed_on:
             return func(*args)
         kwargs = kwargs or {}
-        if not torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on the two
-            if self._looks:
-                return self._looked_at(func, args, kwargs)
-            if self.guard is not None:
-                result = self.guard(func, args, kwargs)
-                if result is not PROCEED:
-                    return result
+        if torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on what follows
+            return self._make(func, args, kwargs)
+        if self._looks:
+            return self._looked_at(func, args, kwargs)
+        # What most of the other calls are. Written out: a call of a function for it would take as long again.
+        if func not in self._seen and type(func) is not OpOverload and "out" not in kwargs:
+            local, foreign = self._guarded.local, self._guarded.foreign
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(arg)
+                if kind is tuple or kind is list or kind is torch.Generator:
+                    break
+                if (id(arg) not in local) if kind is _PARAMETER else (id(arg) in foreign):
+                    break
+            else:
+                return self._instead.get(func, func)(*args, **kwargs)
+        result = PROCEED if self._guard is None else self._guard(func, args, kwargs)
+        return self._make(func, args, kwargs) if result is PROCEED else result
+
+    def _make(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call, with the replica's generator if it draws random numbers."""
         random = func in _DRAWING or (isinstance(func, OpOverload) and _is_random_operator(func, args, kwargs))
         if not random or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
@@ -256,13 +296,14 @@ class ReplicaRng(TorchFunctionMode):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A block of calls, while a call is looked at, that the guard, the looks and the caller's modes do not see."""
-        guard, self.guard = self.guard, None
+        guard, guarded = self._guard, self._guarded
+        self._guard, self._guarded = None, Guarded()
         try:
             # The caller's modes, such as a FLOP counter, would count the watch's calls as the step's.
             with disable_dispatch_modes() if num_dispatch_modes() else nullcontext(), self.looked_at_by(()):
                 yield
         finally:
-            self.guard = guard
+            self._guard, self._guarded = guard, guarded
 
     def default_generator(self) -> torch.Generator:
         """The generator that random functions on CPU tensors draw from here."""
@@ -277,16 +318,36 @@ class ReplicaRng(TorchFunctionMode):
         # torch.nn.functional.dropout and attention take no generator, and the default generator would be one at a time.
         if func in REWRITTEN:
             return REWRITTEN[func](self.generator, *args, **kwargs)
+        if func in _BACKWARDS:
+            return self._differentiating(func)(*args, **kwargs)
         if func in _COMPOSITE:
-            push_function_mode(self)  # as entering does, which also sets the context's generator, and that is set
-            try:
-                return _body(func)(*args, **kwargs)
-            finally:
-                pop_function_mode()
+            return self._with_mode(_body(func), *args, **kwargs)
         if func in _RECURRENT and not _drops_between_layers(*args):
             return func(*args, **kwargs)
         with default_generator_as(self.generator):
             return func(*args, **kwargs)
+
+    def _differentiating(self, func: Any) -> Callable[..., Any]:
+        """The body of ``Tensor.backward`` or of a function of ``torch.autograd``; its engine runs with the mode on."""
+        body = self._bodies.get(func)
+        if body is None:
+            engine = func.__globals__.get(_ENGINE)
+            if func is _Tensor.backward:
+                autograd = _With(torch.autograd, backward=self._differentiating(torch.autograd.backward))
+                body = _body_with(func, {"torch": _With(torch, autograd=autograd)})
+            elif engine is not None:
+                body = _body_with(func, {_ENGINE: functools.partial(self._with_mode, engine)})
+            else:
+                body = functools.partial(self._with_mode, _body(func))
+            self._bodies[func] = body
+        return body
+
+    def _with_mode(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        push_function_mode(self)  # as entering does, which also sets the context's generator, and that is set
+        try:
+            return func(*args, **kwargs)
+        finally:
+            pop_function_mode()
 
     def _generator_here(self) -> torch.Generator | None:
         return self.generator if self._applies is None or self._applies() else None
@@ -351,8 +412,23 @@ def _never(*_: Any) -> bool:
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any]:
     """``func`` without its own check for modes: calling ``func`` itself would only come back to the mode."""
+    return _body_with(func, {})
+
+
+class _With:
+    """A module with some of its names bound to other objects."""
+
+    def __init__(self, module: types.ModuleType, **names: Any) -> None:
+        self._module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _body_with(func: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
     # A copy of the function with other globals, not a patch of torch: other threads call the function itself meanwhile.
-    names = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
-    body = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
+    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    body = types.FunctionType(func.__code__, {**func.__globals__, **never, **names}, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
