@@ -8,10 +8,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
+CLIENTS_VENV := .venv-clients
 STEPS_PEERS := accelerate fabric lightning
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-pages test-all check bench bench-test gpu house docs clean
+.PHONY: help demo test test-slow test-pages test-clients test-all check bench bench-test gpu house docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,9 @@ test-slow: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run the tests that `ma
 test-pages: $(STAMP) ## run the tutorials and the commands of the documentation's pages, as their readers do
 	@$(PYTEST) -m "slow and pages"
 
+test-clients: $(CLIENTS_VENV)/.installed ## run the trainers and batches of other libraries, in an environment of their own
+	@$(CLIENTS_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/clients
+
 test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (half an hour on two cores)
 	@$(PYTEST)
 
@@ -71,6 +75,13 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; then touch $@; \
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
+
+$(CLIENTS_VENV)/.installed: tests/clients/requirements.txt pyproject.toml constraints.txt
+	@echo "installing into $(CLIENTS_VENV) (once; a few minutes)"
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $< \
+	    -e '.[train,transformers]' datasets peft pytest pytest-timeout pytest-xdist
+	@touch $@
 
 # For the tests of the program of examples/published that needs it: 45 MB, seconds. Its package asks for TensorFlow,
 # hence no dependencies.
