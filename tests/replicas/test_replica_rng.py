@@ -57,6 +57,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "MultiheadAttention": made(lambda: nn.MultiheadAttention(8, 2, 0.5), ROWS, ROWS, ROWS),
     "TransformerEncoderLayer": made(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3), ROWS),
     "attention": lambda: F.scaled_dot_product_attention(ROWS, ROWS, ROWS, dropout_p=0.5),
+    "an operator": lambda: torch.ops.aten.bernoulli.default(torch.full((40,), 0.5)),
     "LSTM": made(lambda: nn.LSTM(8, **RECURRENT), ROWS),
     "packed LSTM": packed,
     "GRU": made(lambda: nn.GRU(8, **RECURRENT), ROWS),

@@ -227,7 +227,7 @@ class ReplicaRng(TorchFunctionMode):
             local, foreign = self._guarded.local, self._guarded.foreign
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(arg)
-                if kind is tuple or kind is list or kind is torch.Generator:
+                if kind is tuple or kind is list:
                     break
                 if (id(arg) not in local) if kind is _PARAMETER else (id(arg) in foreign):
                     break
