@@ -14,6 +14,12 @@ RATE = 1e-3
 """Adam's."""
 BLOCKS = "blocks"
 """The workload that is divided among workers."""
+STEP_PARTS = "parts"
+"""The workload in which a step ends after one of its parts."""
+PARTS = ("run", "forward", "backward", "update", "data")
+"""In their order: an empty step, the model, loss and gradients, the optimizer, last a batch to divide for each step."""
+STEP_PART = "STEP_PART"
+"""The environment variable that names the last part of a step that is to run."""
 _LAYERS, _BLOCKS = 5, 4
 _DIFFERENT_BATCHES = 4
 
@@ -30,7 +36,7 @@ def new_blocks(width: int) -> nn.Sequential:
     )
 
 
-WIDTHS: Mapping[str, int] = {"width-64": 64, "width-256": 256, BLOCKS: 64}
+WIDTHS: Mapping[str, int] = {"width-64": 64, "width-256": 256, STEP_PARTS: 64, BLOCKS: 64}
 """Numbers in a row, of inputs and of targets, by workload."""
 MODULES: Mapping[str, Callable[[], nn.Sequential]] = {
     name: partial(new_blocks if name == BLOCKS else new_mlp, width) for name, width in WIDTHS.items()

@@ -1,6 +1,7 @@
 """Suite ``steps``: what a small step costs, beside the plain loop of the same work in one process.
 
 width-64, width-256   plain  lockstep-1, -2, -4  fit-1, -2  ddp-2, -4  fabric  lightning  accelerate  keras
+parts                 the same plain, on one and on two replicas, up to each part of the step
 blocks                plain  lockstep tensor  torch tensor  lockstep pipeline  torch pipeline
 import                import torch  import lockstep  import and use
 
@@ -35,7 +36,17 @@ from benchmarks.small_step_loops import (
     train_torch_pipeline,
     train_torch_tensor,
 )
-from benchmarks.small_steps import BLOCKS, MODULES, RATE, ROWS, WIDTHS, small_batches
+from benchmarks.small_steps import (
+    BLOCKS,
+    MODULES,
+    PARTS,
+    RATE,
+    ROWS,
+    STEP_PART,
+    STEP_PARTS,
+    WIDTHS,
+    small_batches,
+)
 from benchmarks.step_timer import StepTimer
 from benchmarks.suites.cpu import chosen_contenders, found_versions, sections_of
 from benchmarks.trial import Conditions, Contender, Pace, Role, Trial, Workload
@@ -71,6 +82,7 @@ _ANY_WIDTH = (
 TARGETS: Mapping[str, Sequence[tuple[str, str, float]]] = {
     "width-64": (*_ANY_WIDTH, ("lockstep-2", "ddp-2", 0.7), ("fit-2", "ddp-2", 0.7)),
     "width-256": (*_ANY_WIDTH, ("lockstep-2", "ddp-2", 0.6), ("fit-2", "ddp-2", 0.6)),
+    STEP_PARTS: (),
     BLOCKS: (("lockstep tensor", "torch tensor", 1.1), ("lockstep pipeline", "torch pipeline", 1.1)),
 }
 """Of each workload: a contender, another, and what the project wants of the first one's step over the other's."""
@@ -93,8 +105,9 @@ _WORKLOADS: Mapping[str, Workload] = {
         *(
             _small(name, f"Five linear layers of width {width}, a ReLU after each")
             for name, width in WIDTHS.items()
-            if name != BLOCKS
+            if name not in {BLOCKS, STEP_PARTS}
         ),
+        _small(STEP_PARTS, f"The parts of a step with five linear layers of width {WIDTHS[STEP_PARTS]}"),
         _small(BLOCKS, f"Four blocks of two linear layers, width {WIDTHS[BLOCKS]}, between two workers"),
         Workload(name=IMPORT, title="Imports, each in a fresh interpreter"),
     )
@@ -105,6 +118,8 @@ def contenders(workload: str) -> list[Contender]:
     """The contenders of a workload, the unit first."""
     if workload == IMPORT:
         return [_import(name, "baseline" if name == IMPORT_TORCH else "ours") for name in _PROGRAMS]
+    if workload == STEP_PARTS:
+        return _part_contenders()
     plain = _program(PLAIN, "steps_plain.py", "python, one process, a loop by hand; the unit", "baseline")
     if workload == BLOCKS:
         return [plain, *_divided()]
@@ -149,6 +164,23 @@ def _program(
         role=role,
         peer=peer,
     )
+
+
+def _part_contenders() -> list[Contender]:
+    """Of each loop the steps that end after each part; the plain loop makes neither runs nor shards."""
+    return [
+        *(_up_to(part, "plain", "steps_parts_plain.py", "one process, a loop by hand") for part in PARTS[1:-1]),
+        *(
+            _up_to(part, f"lockstep-{number}", "steps_parts.py", f"an own loop, CPU split in {number}", number)
+            for number in (1, 2)
+            for part in PARTS
+        ),
+    ]
+
+
+def _up_to(part: str, loop: str, script: str, settings: str, replicas: int = 1) -> Contender:
+    role: Role = "ours" if script == "steps_parts.py" else "baseline"
+    return _program(f"{loop} {part}", script, settings, role, replicas, variables={STEP_PART: part})
 
 
 def _spawned(name: str, settings: str, body: Body, role: Role, processes: int) -> Contender:
@@ -241,6 +273,8 @@ def _import_comparisons(rows: Mapping[str, Figures]) -> list[Comparison]:
 def _columns(workload: str, figures: Sequence[Figures]) -> Mapping[str, Column]:
     if workload == IMPORT:
         return {"seconds": lambda row: f"{row.median_ms / 1000:.2f}"}
+    if workload == STEP_PARTS:
+        return _part_columns(figures)
     plain = _named(figures).get(PLAIN)
 
     def over_plain(row: Figures, value: Callable[[Sample], float]) -> str:
@@ -256,10 +290,26 @@ def _columns(workload: str, figures: Sequence[Figures]) -> Mapping[str, Column]:
     }
 
 
+def _part_columns(figures: Sequence[Figures]) -> Mapping[str, Column]:
+    """What a step takes up to a part, and how much that is more than up to the part before."""
+    rows = _named(figures)
+
+    def added(row: Figures) -> str:
+        loop, _, part = row.contender.name.rpartition(" ")
+        before = [f"{loop} {name}" for name in PARTS[: PARTS.index(part)]]
+        fastest = [1000 * min(rows[name].steps) for name in before if name in rows]
+        return f"{1000 * min(row.steps) - (fastest[-1] if fastest else 0.0):.0f}"
+
+    return {"fastest us": lambda row: f"{1000 * min(row.steps):.0f}", "added us": added, **columns("parameters")}
+
+
 _MEANINGS = {
     "fastest us": f"microseconds of a step in the fastest burst of all rounds. A burst is {BURST} steps; with the "
     f"blocks, which have {_SHORTER} times fewer steps, {BURST // _SHORTER}. of plain: the fastest burst of a round "
     "over that of the plain loop in the same round, and of these the median. Below 1 is faster.",
+    "added us": "what the last part of the step adds to the row above it. run: a step function that does nothing. "
+    "forward: the model. backward: the loss, the backward pass and zero_grad(). update: the sum of the gradients and "
+    "the optimizer. data: another batch for each step, divided among the replicas.",
     "median us": "the median of all bursts of all rounds. median of plain: the median burst of a round over that of "
     "the plain loop, and of these the median.",
     "CPU us": "CPU time of a step, of all threads and processes together, waiting in a spinning barrier included.",

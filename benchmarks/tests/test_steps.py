@@ -79,6 +79,22 @@ def test_the_table_has_microseconds_and_ratios_to_the_plain_loop(make):
     assert "| fit-1 | 750 |  | 1000 |  |" in alone
 
 
+def test_a_part_adds_what_it_takes_more_than_the_part_before(make):
+    figures = [
+        row(make, "plain forward", (0.5,)),
+        row(make, "lockstep-2 run", (0.25, 0.125)),
+        row(make, "lockstep-2 forward", (0.75,)),
+        row(make, "lockstep-2 update", (1.75,)),
+    ]
+
+    text = report_of("steps", make.conditions(), "Steps", [section_of("parts", figures)], []).text
+
+    assert "| plain forward | 500 | 500 |" in text
+    assert "| lockstep-2 run | 125 | 125 |" in text
+    assert "| lockstep-2 forward | 750 | 625 |" in text
+    assert "| lockstep-2 update | 1750 | 1000 |" in text
+
+
 def test_every_target_names_contenders_that_there_are():
     for workload, targets in TARGETS.items():
         names = {each.name for each in contenders(workload)}
@@ -114,6 +130,13 @@ def test_batches_come_again_and_fit_the_model(name: str):
 @pytest.mark.parametrize("name", ["plain", "lockstep-1", "lockstep-2"])
 def test_the_programs_train_the_same_steps(name: str, make):
     assert loss_of("width-64", name, make) == pytest.approx(last_loss("width-64"), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+@pytest.mark.parametrize("name", [contender.name for contender in contenders("parts")])
+def test_the_parts_of_a_step_run(name: str, make):
+    assert loss_of("parts", name, make) == 0
 
 
 @pytest.mark.slow
