@@ -296,14 +296,13 @@ class ReplicaRng(TorchFunctionMode):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A block of calls, while a call is looked at, that the guard, the looks and the caller's modes do not see."""
-        guard, guarded = self._guard, self._guarded
-        self._guard, self._guarded = None, Guarded()
+        guard, self._guard = self._guard, None
         try:
             # The caller's modes, such as a FLOP counter, would count the watch's calls as the step's.
             with disable_dispatch_modes() if num_dispatch_modes() else nullcontext(), self.looked_at_by(()):
                 yield
         finally:
-            self._guard, self._guarded = guard, guarded
+            self._guard = guard
 
     def default_generator(self) -> torch.Generator:
         """The generator that random functions on CPU tensors draw from here."""
