@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.replicas.context import ReplicaContext, get_replica_context
     from lockstep.strategies.average_loss import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
+    from lockstep.strategies.gather_rows import gather_rows, row_numbers
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
     from lockstep.strategies.parallel import ParallelStrategy
@@ -61,8 +62,8 @@ __all__ = [  # noqa: RUF022  # which would put EMA first
     "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp",
     "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases",
     "callbacks", "compute_average_loss", "config", "errors", "export_weights", "find_batch_size", "find_learning_rate",
-    "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context",
-    "latest_checkpoint", "launch", "scale_regularization_loss",
+    "fingerprint", "gather_rows", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "in_cross_replica_context", "latest_checkpoint", "launch", "row_numbers", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -77,6 +78,7 @@ _WHERE = {
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
     "lockstep.strategies.average_loss": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.strategies.gather_rows": ("gather_rows", "row_numbers"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parallel": ("ParallelStrategy",),

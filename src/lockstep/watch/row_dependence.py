@@ -60,8 +60,8 @@ CERTAIN = 4096
 """Larger differences than so many roundings are no rounding."""
 
 MIXING_ADVICE = (
-    "where one device has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, "
-    'axis=0), or take means and variances from sums, all_reduce("sum", value.sum(0)). Rows are dimension 0 of what '
+    "where one device has all rows of the batch; compare the rows with those of all replicas, ls.gather_rows(value), "
+    'or take means and variances from sums, all_reduce("sum", value.sum(0)). Rows are dimension 0 of what '
     "strategy.run is given; where that is time, as torch's recurrent and attention layers have it without "
     "batch_first=True, give batches [rows, time]"
 )
