@@ -250,7 +250,8 @@ class RowWatch:
         """
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():  # the program's modes do not see it
             for leaf in leaves:
-                if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
+                # A nested tensor of the strided layout has no shape: reading it raises.
+                if type(leaf) is Tensor and _is_plain(leaf) and leaf.ndim and leaf.shape[0] == self._rows:
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
                     # Now no sum over the groups any more, so that the loss is found: with fewer rows each gradient of a
                     # mean would be larger.
