@@ -143,7 +143,8 @@ def _graph_part(batch: Any, start: int, size: int) -> Any:
     # The library's functions, which also undo and redo what it adds to indices of nodes.
     kind: Any = sys.modules["torch_geometric.data.batch"].Batch
     follows = [name for names in slices.values() for name in names if _is_followed(batch, name)]
-    graphs = [batch.get_example(number) for number in range(start, start + max(size, 1))]
+    # Of no graphs the library makes no batch: it is made of one, whose nodes are then left out.
+    graphs = [batch.get_example(number) for number in range(start, start + size)] or [batch.get_example(0)]
     part = kind.from_data_list(graphs, follow_batch=list(dict.fromkeys(follows)))
     return part if size else _without_graphs(part)
 
