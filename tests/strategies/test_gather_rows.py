@@ -42,6 +42,14 @@ def test_a_replica_without_rows_leaves_out_its_module_and_takes_part(whole: bool
     assert_alike(trained, "CLIP")
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["anchors", "whole"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_batch_that_is_encoded_in_chunks_has_the_whole_loss(replicas: int, whole: bool, make_strategy: MakeStrategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_alike(contrastive.train(make_strategy(replicas), "CLIP", whole=whole, chunk=2), "CLIP")
+
+
 def test_a_loss_of_fit_may_gather_rows(make_strategy: MakeStrategy):
     class Pairs(torch.nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 
@@ -149,14 +150,21 @@ def train_on_one_device(loss: Loss) -> tuple[dict[str, Tensor], list[float]]:
     return encoder.state_dict(), losses
 
 
-def train(strategy: Any, name: str, *, whole: bool = False, refuses_none: bool = False) -> tuple[Any, list[float]]:
-    """The same on replicas: with the losses of each shard's rows, or with the whole loss in every replica."""
+def train(
+    strategy: Any, name: str, *, whole: bool = False, refuses_none: bool = False, chunk: int = 0
+) -> tuple[Any, list[float]]:
+    """The same on replicas: with the losses of each shard's rows, or with the whole loss in every replica.
+
+    ``chunk``: so many rows at a time are encoded, and again in the backward pass.
+    """
     encoder = Encoder(refuses_none=refuses_none)
     model = strategy.mirror(encoder)
     optimizer = strategy.mirror(torch.optim.SGD(encoder.parameters(), 0.5))
     of_batch, of_shard = LOSSES[name]
 
     def encoded(rows: Tensor) -> Tensor:
+        if chunk:
+            return torch.cat([checkpoint(model, part, use_reentrant=False) for part in rows.split(chunk)])
         return model(rows) if ls.has_rows(rows) or not refuses_none else rows.new_zeros(0, 4)
 
     def step(x: Tensor, pairs: Tensor, labels: Tensor) -> Tensor:
