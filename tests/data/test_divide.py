@@ -179,6 +179,16 @@ def test_what_is_no_division_is_refused_with_one(make_strategy: MakeStrategy):
         list(make_strategy(2).distribute_dataset([FLAT]))
 
 
+def test_fit_says_that_it_takes_one_row_an_example(make_strategy: MakeStrategy):
+    strategy, net = make_strategy(2), nn.Linear(2, 1)
+    with strategy.scope():
+        model = ls.Model(net)
+        model.compile(optimizer=torch.optim.SGD(net.parameters(), 0.1), loss="mse")
+        data = strategy.distribute_dataset([(torch.ones(4, 2), torch.ones(4, 1))], divide=divide.in_groups(2))
+        with pytest.raises(DataError, match=r"received data with divide=.* use it in a loop of your own"):
+            model.fit(data, verbose=0)
+
+
 # Three tasks: boxes of images, packed sequences, pairs of answers. Each has batches, a plain loss of a whole batch, and
 # the losses of a shard, of which compute_average_loss makes the part of the mean.
 
