@@ -43,17 +43,17 @@ def main() -> None:
     optimizer = strategy.mirror(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1))
     pixels = torch.tensor(load_digits().data, dtype=torch.float32) / 16
     halves = TensorDataset(pixels[:1500, :32], pixels[:1500, 32:])
-    batches = strategy.distribute_dataset(DataLoader(halves, args.batch_size, shuffle=True, collate_fn=numbered))
+    batches = strategy.distribute_dataset(DataLoader(halves, args.batch_size, shuffle=True))
 
-    def step(upper: Tensor, lower: Tensor, numbers: Tensor) -> Tensor:
+    def step(upper: Tensor, lower: Tensor) -> Tensor:
         upper, lower, scale = model(upper, lower)
         # A device compares its own rows with those of all devices. Within its own rows alone a batch of 256 on four
         # devices would be four easier tasks with 63 wrong halves in place of 255, and `fit` refuses such a loss.
-        # all_gather is differentiable: the gradients of all devices come back to the rows that they compared with.
-        replicas = ls.get_replica_context()
-        all_upper, all_lower = replicas.all_gather(upper, axis=0), replicas.all_gather(lower, axis=0)
+        # gather_rows is differentiable: the gradients of all devices come back to the rows that they compared with.
+        all_upper, all_lower = ls.gather_rows((upper, lower))
         # Row i of the global batch belongs to row i. `numbers` are the numbers of this device's rows there; shards may
         # differ in length, so do not compute them from the number of the device.
+        numbers = ls.row_numbers(upper)
         per_example = F.cross_entropy(scale * upper @ all_lower.T, numbers, reduction="none")
         per_example = per_example + F.cross_entropy(scale * lower @ all_upper.T, numbers, reduction="none")
         loss = ls.compute_average_loss(per_example / 2, global_batch_size=len(all_upper))
@@ -75,12 +75,6 @@ def main() -> None:
         if (epoch + 1) % 10 == 0 or epoch + 1 == args.epochs:
             print(f"epoch {epoch + 1}: loss {sum(losses) / len(losses):.4f}, {found_in_ten_nearest():.3f} found")
     strategy.close()
-
-
-def numbered(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """A global batch of upper halves, lower halves, and the number of each row."""
-    upper, lower = zip(*rows, strict=True)
-    return torch.stack(upper), torch.stack(lower), torch.arange(len(rows))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from lockstep.collectives.communicator import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduce import ReduceOp
+    from lockstep.data import divide
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
     from lockstep.launch.batch_size_finder import find_batch_size
     from lockstep.replicas.context import ReplicaContext, get_replica_context
     from lockstep.strategies.average_loss import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
+    from lockstep.strategies.gather_rows import gather_rows, row_numbers
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
     from lockstep.strategies.parallel import ParallelStrategy
@@ -60,9 +62,10 @@ __all__ = [  # noqa: RUF022  # which would put EMA first
     "LearningRateScheduler", "MLflow", "MaxTime", "MirroredStrategy", "Model", "ModelCheckpoint",
     "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp",
     "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases",
-    "callbacks", "compute_average_loss", "config", "errors", "export_weights", "find_batch_size", "find_learning_rate",
-    "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context",
-    "latest_checkpoint", "launch", "scale_regularization_loss",
+    "callbacks", "compute_average_loss", "config", "divide", "errors", "export_weights", "find_batch_size",
+    "find_learning_rate", "fingerprint", "gather_rows", "get_replica_context", "get_strategy", "has_rows",
+    "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch", "row_numbers",
+    "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -77,6 +80,7 @@ _WHERE = {
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
     "lockstep.strategies.average_loss": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.strategies.gather_rows": ("gather_rows", "row_numbers"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parallel": ("ParallelStrategy",),
@@ -90,7 +94,12 @@ _WHERE = {
     "lockstep.train.learning_rate_finder": ("LearningRateRange", "find_learning_rate"),
     "lockstep.train.user_step": ("TrainStep",),
 }  # fmt: skip
-_MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
+_MODULES = {
+    "callbacks": "lockstep.train.callbacks",
+    "config": "lockstep.config",
+    "divide": "lockstep.data.divide",
+    "errors": "lockstep.errors",
+}
 _HOMES = {name: module for module, names in _WHERE.items() for name in names}
 
 

@@ -183,7 +183,11 @@ def all_reduce(replica: Replica, op: ReduceOp, value: Any) -> Any:
 
 def all_gather(replica: Replica, value: Any, axis: int) -> torch.Tensor:
     """Concatenates ``value`` of all replicas along ``axis``; lengths may differ there. Every replica must call it."""
-    gathered: torch.Tensor = _AllGather.apply(_as_tensor(value), replica, axis)  # type: ignore[no-untyped-call]
+    tensor = _as_tensor(value)
+    # Whether the result needs a gradient is known when all have met, and torch asks for it here: this input says yes.
+    differentiable = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
+    asked = tensor.new_empty(0, requires_grad=True) if differentiable else None
+    gathered: torch.Tensor = _AllGather.apply(tensor, asked, replica, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -205,28 +209,41 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, replica: Replica, axis: int) -> torch.Tensor:
-        ctx.replica, ctx.axis, ctx.name = replica, axis, f"all_gather(axis={axis})"
-        workers = replica.workers
+    """The rows of all replicas. The gradient of a replica's rows is the sum of what all replicas computed with them.
 
-        def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    All results need a gradient if one replica's value does. A replica without rows may not have run its module, and
+    others would wait for it in their backward passes (test_gather_rows: test_a_replica_without_rows_leaves_out_...).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, asked: torch.Tensor | None, replica: Replica, axis: int) -> torch.Tensor:
+        ctx.replica, ctx.axis, ctx.name = replica, axis, f"all_gather(axis={axis})"
+        workers, needs_gradient = replica.workers, asked is not None and ctx.needs_input_grad[0]
+
+        def combine(values: list[tuple[torch.Tensor, bool]]) -> tuple[torch.Tensor, list[int], bool]:
             # The backward pass cuts each replica's part from a sum over all, so it must know where the part begins
             # among those of all workers.
-            gathered = gather_across(workers, ctx.name, values, axis)
-            local = [tensor.shape[axis] for tensor in values]
-            lengths = workers.all_gather_numbers(f"{ctx.name} lengths", [sum(local)])
-            first = int(sum(rows for (rows,) in lengths[: workers.index]))
-            return gathered, [first + sum(local[:number]) for number in range(len(local))]
+            tensors = [tensor for tensor, _ in values]
+            gathered = gather_across(workers, ctx.name, tensors, axis)
+            local = [tensor.shape[axis] for tensor in tensors]
+            numbers = [sum(local), int(any(needs for _, needs in values))]
+            of_workers = workers.all_gather_numbers(f"{ctx.name} lengths", numbers)
+            first = int(sum(rows for rows, _ in of_workers[: workers.index]))
+            begins = [first + sum(local[:number]) for number in range(len(local))]
+            return gathered, begins, any(needs for _, needs in of_workers)
 
-        gathered, begins = replica.meet(ctx.name, value, combine)
+        gathered, begins, needed = replica.meet(ctx.name, (value, needs_gradient), combine)
         ctx.begin, ctx.length = begins[replica.local_replica], value.shape[axis]
-        return _own_copy(gathered, value)
+        result = _own_copy(gathered, value)
+        if not needed:
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         total = _sum_of_all(ctx.replica, f"{ctx.name} backward", gradients[0])
-        return _own_copy(total.narrow(ctx.axis, ctx.begin, ctx.length), gradients[0]), None, None
+        part = _own_copy(total.narrow(ctx.axis, ctx.begin, ctx.length), gradients[0])
+        return part if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def _own_copy(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@
     row_loading           loads the rows of each replica alone, with a seed of its own
     worker_sync           keeps several workers in step; row_sample compares rows of their copies of the data
     structure             walks nested batches; batch_lists finds lists of one item a row, typed_batches keeps types
+    ragged                values of examples of different sizes: graphs, packed sequences, nested tensors
+    divide                ways to say how a batch is divided whose tensors have other than one row an example
     error_notes           what is added to a replica's error: its number, and what is special about its shard
 
 ``random_state`` imports none of the others, ``dataset`` all of them.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from lockstep.checks import check_choice
+from lockstep.data.divide import Division
 from lockstep.data.structure import (
     RowList,
     RowTuple,
@@ -58,9 +59,10 @@ class ListReader:
         keeps_tuples: a batch that is a list was a list before collation; default_convert turns tuples into lists.
         copies: shards are copies, and no views. The last bits of a product depend on the address and the strides of
             its operands (MKL on an EPYC: on the address modulo 16), and those of a view on how the batch was read.
+        division: what the program says of tensors that have other than one row an example.
 
     Attributes:
-        is_item, copies: as given, as ``items`` and ``copies``.
+        is_item, copies, division: as given, the first as ``items``.
         modes: what the lists of earlier batches held, "rows" or "columns", by name.
 
     Raises:
@@ -75,20 +77,29 @@ class ListReader:
         records_are_rows: bool = False,
         keeps_tuples: bool = True,
         copies: bool = False,
+        division: Division | None = None,
     ) -> None:
         check_choice("lists", lists, get_args(Lists))
         self._lists, self.is_item = lists, items
         self._records_are_rows, self._keeps_tuples = records_are_rows, keeps_tuples
-        self.copies = copies
+        self.copies, self.division = copies, division
         self.modes: dict[str, _Mode] = {}
 
     @classmethod
-    def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False, copies: bool = False) -> ListReader:
-        if not isinstance(dataset, DataLoader) or lists != "auto":
-            return cls(lists, items=items, copies=copies)
-        if dataset.collate_fn is default_collate:
-            return cls("columns", items=items, copies=copies)
-        return cls(items=items, keeps_tuples=dataset.collate_fn is not default_convert, copies=copies)
+    def of(
+        cls,
+        dataset: Any,
+        lists: Lists = "auto",
+        *,
+        items: bool = False,
+        copies: bool = False,
+        division: Division | None = None,
+    ) -> ListReader:
+        keeps_tuples = True
+        if isinstance(dataset, DataLoader) and lists == "auto":
+            lists = "columns" if dataset.collate_fn is default_collate else "auto"
+            keeps_tuples = dataset.collate_fn is not default_convert
+        return cls(lists, items=items, keeps_tuples=keeps_tuples, copies=copies, division=division)
 
     def marked(self, batch: Any) -> Any:
         """Returns the batch with its lists of rows marked. Raises DataError if one could hold rows or columns."""

@@ -18,10 +18,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.checks import check_choice, check_number
+from lockstep.checks import check_choice, check_kind, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.batch_lists import ListReader, Lists
+from lockstep.data.divide import Division
 from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
 from lockstep.data.resumable_iteration import DistributedIterable
 from lockstep.data.row_loading import ReplicaRowsReader
@@ -99,6 +100,7 @@ class DistributedDataset(DistributedIterable):
             structure whose tensors all have all rows ("columns"). "auto" tells them apart by their lengths and refuses
             what could be both; a DataLoader with torch's collation gives columns.
         items: batches are (x, y) or (x, y, sample_weight), as Model takes them, be they tuples or lists.
+        divide: how batches are divided whose tensors have other than one row an example; see ``divide``.
 
     Raises:
         DataError: ``dataset`` is not an iterable of batches, or cannot be divided as ``shard`` says.
@@ -121,13 +123,15 @@ class DistributedDataset(DistributedIterable):
         prefetch: int | None = None,
         lists: Lists = "auto",
         items: bool = False,
+        divide: Division | None = None,
     ) -> None:
         check_choice("shard", shard, get_args(Shard))
+        check_kind("divide", divide, Division, "what a function of ls.divide returns, such as ls.divide.in_groups(2)")
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         if shard == "file":
             source = part_of_worker(source, workers)
-        list_reader = ListReader.of(source, lists, items=items, copies=workers.any_layout)
+        list_reader = ListReader.of(source, lists, items=items, copies=workers.any_layout, division=divide)
         reader: Reader
         sync: WorkerSync
         if shard == "batch":

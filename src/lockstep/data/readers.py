@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.data.batch_lists import ListReader
+from lockstep.data.ragged import tensors_of
 from lockstep.data.random_state import all_generators
 from lockstep.data.row_sample import Readings, RowSample, SampledRows
 from lockstep.data.sharding import LocalRows, join_batches, local_shards
@@ -154,11 +155,18 @@ def batch_digest(batch: Any) -> int:
     digest = 0
     for name, leaf in named_leaves(batch):
         digest = zlib.crc32(f"{name}:{_description(leaf)}".encode(), digest)
-        if is_plain(leaf) and leaf.numel():  # evenly spread elements, from the first to the last; all else stays
-            last = leaf.numel() - 1
-            places = torch.tensor([last * step // (_SAMPLED - 1) for step in range(_SAMPLED)], device=leaf.device)
-            digest = zlib.crc32(bytes(leaf.detach().take(places).cpu().view(torch.uint8).tolist()), digest)
+        for tensor in [leaf] if is_plain(leaf) else tensors_of(leaf):
+            digest = _with_elements(tensor, digest)
     return digest
+
+
+def _with_elements(tensor: torch.Tensor, digest: int) -> int:
+    """The digest with evenly spread elements of a tensor, from the first to the last."""
+    if not is_plain(tensor) or not tensor.numel():
+        return digest
+    last = tensor.numel() - 1
+    places = torch.tensor([last * step // (_SAMPLED - 1) for step in range(_SAMPLED)], device=tensor.device)
+    return zlib.crc32(bytes(tensor.detach().take(places).cpu().view(torch.uint8).tolist()), digest)
 
 
 def _printable(index: Any) -> Any:

@@ -125,6 +125,11 @@ class DistributedIterable:
         self._loaded: Mapping[str, Any] | None = None
         self._begun = False
 
+    @property
+    def is_divided_by_example(self) -> bool:
+        """Whether ``divide=`` says how batches are divided, so that dim 0 of a tensor is not one row an example."""
+        return self._reader.list_reader.division is not None
+
     def __iter__(self) -> DataIteration:
         loaded, self._loaded = self._loaded, None
         iteration = self.iterate() if loaded is None else self.resume({**loaded, "attributes": ()})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.data.ragged import tensors_of
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.errors import ClusterError
 from lockstep.replicas.rng.generators import derived_seed
@@ -102,7 +103,7 @@ def describe_row(row: Any) -> RowDescription:
     """What of a row is compared: tensors, arrays, pictures, texts and numbers; of other objects their type."""
     leaves: RowDescription = []
     digest = 0
-    for name, leaf in named_leaves(row, name="row"):
+    for name, leaf in _leaves_of_row(row):
         numbers = _numbers(leaf)
         if numbers is None:
             digest = zlib.crc32(f"{name}:{_text(leaf)}".encode(errors="backslashreplace"), digest)
@@ -110,6 +111,13 @@ def describe_row(row: Any) -> RowDescription:
             shape = f"{name}: {numbers.dtype} {tuple(numbers.shape)}"
             leaves.append((shape, *_projected(numbers)) if _is_rounded(numbers) else (_digested(shape, numbers), 0, 0))
     return [(f"{digest:08x}", 0.0, 0.0), *leaves]
+
+
+def _leaves_of_row(row: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a row with their names; of graphs and packed sequences also the tensors in them."""
+    for name, leaf in named_leaves(row, name="row"):
+        yield name, leaf
+        yield from ((f"{name}: tensor {number}", part) for number, part in enumerate(tensors_of(leaf)))
 
 
 def _numbers(leaf: Any) -> Tensor | None:

@@ -12,14 +12,16 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.collectives.per_replica import PartsOfExamples, PerReplica, select
 from lockstep.data.batch_lists import SINGLE_VALUES, ListReader
+from lockstep.data.ragged import RaggedLeaf, is_graph
 from lockstep.data.structure import (
     check_layout,
     leaf_has_rows,
@@ -77,9 +79,10 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], list_reader: ListR
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
     """
-    if (columns := list_reader.tensors_of(batch)) is not None and (total := _common_rows(columns)) is not None:
+    columns = None if list_reader.division is not None else list_reader.tensors_of(batch)
+    if columns is not None and (total := _common_rows(columns)) is not None:
         return _column_shards(batch, columns, cut(total), copies=list_reader.copies)
-    tensors = map_leaves(as_tensor, list_reader.marked(batch), is_item=list_reader.is_item)
+    tensors = _with_tensors(batch, list_reader)
     total = _rows(tensors, is_item=list_reader.is_item)
     rows = cut(total)
 
@@ -104,7 +107,35 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], list_reader: ListR
             [attributes.part(start, size, total) for start, size in zip(starts, rows.sizes, strict=False)]
         )
 
-    return map_leaves(divide, tensors, attributes=divide_attributes)
+    return _finished(map_leaves(divide, tensors, attributes=divide_attributes), list_reader)
+
+
+def _with_tensors(batch: Any, list_reader: ListReader) -> Any:
+    """The batch with its arrays as tensors, its lists of rows marked, and what is divided by example in leaves."""
+    if list_reader.division is not None:
+        batch = list_reader.division.mark(batch, partial(_rows_of_rest, list_reader))
+    return map_leaves(as_tensor, list_reader.marked(batch), is_item=list_reader.is_item)
+
+
+def _rows_of_rest(list_reader: ListReader, rest: Any) -> int:
+    tensors = map_leaves(as_tensor, list_reader.marked(rest), is_item=list_reader.is_item)
+    return _rows(tensors, is_item=list_reader.is_item)
+
+
+def _finished(shards: Any, list_reader: ListReader) -> Any:
+    """The shards with what the step gets of each replica's examples."""
+    if list_reader.division is None:
+        return shards
+
+    def value(_: str, leaf: PerReplica[Any]) -> Any:
+        if not isinstance(leaf[0], RaggedLeaf):
+            return leaf
+        joined = _joined([map_leaves(as_tensor, part.value) for part in leaf])
+        joined = _copied(joined) if list_reader.copies else joined
+        examples = [part.rows for part in leaf]
+        return map_leaves(lambda _, values: PartsOfExamples(list(values), examples), joined)
+
+    return map_leaves(value, shards)
 
 
 def _common_rows(tensors: Sequence[torch.Tensor]) -> int | None:
@@ -193,18 +224,18 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], list_reader: ListR
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
     """
-    tensors = [map_leaves(as_tensor, list_reader.marked(shard), is_item=list_reader.is_item) for shard in shards]
+    tensors = [_with_tensors(shard, list_reader) for shard in shards]
     for shard in tensors:
         _rows(shard, is_item=list_reader.is_item)
     joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(tensors, empty, strict=True)])
-    return _copied(joined) if list_reader.copies else joined
+    return _finished(_copied(joined) if list_reader.copies else joined, list_reader)
 
 
 def _copied(joined: Any) -> Any:
     """The structure with copies of all tensors that have rows."""
 
     def copy(value: Any) -> Any:
-        return take_rows(value, 0, len(value), copies=True) if leaf_has_rows(value) else value
+        return value if (rows := rows_of(value)) is None else take_rows(value, 0, rows, copies=True)
 
     return map_leaves(lambda _, leaf: PerReplica([copy(value) for value in leaf]), joined)
 
@@ -253,7 +284,10 @@ def _rows(tensors: Any, *, is_item: bool) -> int:
         texts = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
             f"the tensors of a batch disagree in length: {_listed(texts)}; give all the same number of rows (dim 0), a "
-            'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows'
+            'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows; '
+            "where an example has several rows or flat entries (boxes with an index, packed tokens, pairs), say so by "
+            "distribute_dataset(batches, divide=ls.divide.by_index(...)), by_boundaries, in_groups or others of "
+            "ls.divide"
         )
     return next(iter(lengths.values()))
 
@@ -271,6 +305,7 @@ def as_tensor(name: str, leaf: Any) -> Any:
         raise DataError(
             f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
             "single values in tuples, lists and dicts, or a list of one such object a row (see DataLoader's collate_fn)"
+            f"{_about(leaf)}"
         )
     try:
         # torch shares an array's memory, but warns about read-only memory and refuses negative strides.
@@ -280,6 +315,12 @@ def as_tensor(name: str, leaf: Any) -> Any:
         raise DataError(
             f"{name} is an array of dtype {leaf.dtype}, which no tensor can hold; convert it, or leave it out"
         ) from error
+
+
+def _about(leaf: Any) -> str:
+    if is_graph(leaf):
+        return "; one graph is not divided: give a Batch of several, as torch_geometric.loader.DataLoader makes it"
+    return ", or say how it is divided with distribute_dataset(batches, divide=ls.divide.by_examples(split, join))"
 
 
 def _listed(items: Sequence[str]) -> str:

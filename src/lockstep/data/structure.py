@@ -1,14 +1,15 @@
 """Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
-item a row (``RowList``, ``RowTuple``; ``batch_lists`` makes them). A batch of a type derived from these, and a mapping
+item a row (``RowList``, ``RowTuple``; ``batch_lists`` makes them) and values of examples of different sizes, such as
+packed sequences (``ragged``). A batch of a type derived from these, and a mapping
 of another type than dict, is of its own type in each replica's view (``typed_batches``). The names of leaves are for
 messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import is_leaf_kind, register_pytree_node, tree_leaves
-from lockstep.collectives.per_replica import LEAVES, PerReplica, select, value_of
+from lockstep.collectives.per_replica import LEAVES, PartsOfExamples, PerReplica, select, value_of
+from lockstep.data.ragged import part_of_ragged, rows_of_ragged
 from lockstep.data.typed_batches import TYPED, TypedMapping, is_attributes, is_typed_sequence, typed_sequence
 from lockstep.errors import DataError
 from lockstep.introspection import is_kind
@@ -37,6 +39,8 @@ class RowTuple(tuple[T, ...]):
 
 
 _ROWS = (RowList, RowTuple)
+_WHOLE = (*_ROWS, PackedSequence)
+"""Structures to torch's pytree that are one leaf here."""
 for _kind in _ROWS:
     # So that tree_map in a step goes into them as into the lists and tuples that one device gets.
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
@@ -111,7 +115,7 @@ def is_sequence(node: Any) -> bool:
 
 
 def _fields(node: Any) -> tuple[str, ...]:
-    """The fields of a named tuple, and none for anything else. A packed sequence is a leaf, which is refused."""
+    """The fields of a named tuple, and none for anything else. A packed sequence is a leaf."""
     if not isinstance(node, tuple) or isinstance(node, PackedSequence):
         return ()
     return getattr(node, "_fields", ())
@@ -121,7 +125,7 @@ def rows_of(leaf: Any) -> int | None:
     """Returns the number of rows of a leaf, or None for a value without rows."""
     if issubclass(type(leaf), Tensor):
         return leaf.size(0) if leaf.ndim else None
-    return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else None
+    return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else rows_of_ragged(leaf)
 
 
 def first_rows(leaves: Iterable[Any]) -> int | None:
@@ -155,13 +159,15 @@ class Shards:
 
     Attributes:
         leaves: the leaves of each replica's arguments. Mappings are looked into where they come from distributed data,
-            and not where they are objects of the program.
+            and not where they are objects of the program. Parts of flat tensors are not among them.
+        examples: the number of examples of each replica, where the program has said how batches are divided by example.
         are_distributed: whether any argument has a value for each replica.
     """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self.leaves: list[list[Any]] = [[] for _ in range(replicas)]
+        self.examples: Sequence[int] | None = None
         self.are_distributed = False
 
     def views(self, arguments: Any) -> list[Any]:
@@ -192,6 +198,9 @@ class Shards:
     def _values(self, values: PerReplica[Any]) -> list[Any]:
         self.are_distributed = True
         views = [value_of(values, replica, self._replicas) for replica in range(self._replicas)]
+        if isinstance(values, PartsOfExamples):
+            self.examples = values.examples
+            return views
         for leaves, value in zip(self.leaves, views, strict=True):
             if type(value) is Tensor:
                 leaves.append(value)
@@ -199,14 +208,19 @@ class Shards:
                 leaves += _leaves(value)
         return views
 
+    def rows(self) -> list[int | None]:
+        """The number of rows, or of examples, of each replica's arguments; None if nothing in them has rows."""
+        return list(map(first_rows, self.leaves)) if self.examples is None else list(self.examples)
+
     def _note(self, leaf: Any) -> None:
         for leaves in self.leaves:
             leaves.append(leaf)
 
 
 def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
-    """Returns the leaves of those arguments that have a value for each local replica, by replica."""
-    distributed = [leaf for leaf in _leaves(arguments) if is_kind(leaf, PerReplica)]
+    """Returns the leaves of those arguments that have rows, or a value, for each local replica, by replica."""
+    leaves = _leaves(arguments)
+    distributed = [leaf for leaf in leaves if is_kind(leaf, PerReplica) and not is_kind(leaf, PartsOfExamples)]
     return [[leaf for value in distributed for leaf in _leaves(value[replica])] for replica in range(replicas)]
 
 
@@ -218,7 +232,7 @@ def _leaves(structure: Any) -> list[Any]:
     if kind is tuple or kind is list or kind is dict:
         nodes = structure.values() if kind is dict else structure
         return [leaf for node in nodes for leaf in ((node,) if type(node) in LEAVES else _leaves(node))]
-    leaves = tree_leaves(structure, is_leaf=lambda node: issubclass(type(node), _ROWS))
+    leaves = tree_leaves(structure, is_leaf=lambda node: issubclass(type(node), _WHOLE))
     return [leaf for leaf in leaves if not is_attributes(leaf)]
 
 
@@ -228,16 +242,21 @@ def is_plain(leaf: Any) -> bool:
 
 
 def check_layout(name: str, leaf: Tensor) -> None:
-    """Raises a DataError for a tensor of which no rows are taken: a sparse or nested one."""
-    if not is_plain(leaf):
-        kind = "nested" if leaf.is_nested else str(leaf.layout)
-        raise DataError(f"{name} is a tensor of layout {kind}, which cannot be divided; give it dense, or padded")
+    """Raises a DataError for a tensor of which no rows are taken: a sparse one."""
+    if not is_plain(leaf) and not leaf.is_nested:
+        raise DataError(
+            f"{name} is a tensor of layout {leaf.layout}, which cannot be divided; give it dense, as an index with "
+            "values (edge_index), or as a list of one for each row"
+        )
 
 
 def take_rows(leaf: Any, start: int, size: int, *, copies: bool = False) -> Any:
     """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a tensor, or copies."""
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
+    if not is_plain(leaf):
+        part = leaf if size == rows_of(leaf) else part_of_ragged(leaf, start, size)
+        return part.clone() if copies and isinstance(part, Tensor) else part
     rows = leaf if size == leaf.size(0) else leaf.narrow(0, start, size)
     if copies:
         rows = rows.clone(memory_format=torch.contiguous_format)

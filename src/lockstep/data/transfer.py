@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep._torch_compat import tree_map
-from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.per_replica import PerReplica, with_values
 from lockstep.config import LogicalDevice
 from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.ragged import is_foreign, ragged_to
 from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 
@@ -66,7 +67,9 @@ class Transfer:
                 sources.append(driver.pinned(value))
                 in_flight.copies.append(driver.to_device(sources[-1], device, stream))
                 return in_flight.copies[-1]
-            return value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                return value.to(device.torch_device)
+            return ragged_to(value, device.torch_device) if is_foreign(value) else value
 
         def move_attributes(attributes: Any) -> Any:
             pairs = zip(attributes, self._devices, strict=True) if attributes else ()
@@ -74,7 +77,7 @@ class Transfer:
             return PerReplica(moved) if moved else attributes
 
         moved = map_leaves(
-            lambda _, leaf: PerReplica(list(map(move, leaf, self._devices))), batch, attributes=move_attributes
+            lambda _, leaf: with_values(leaf, list(map(move, leaf, self._devices))), batch, attributes=move_attributes
         )
         if sources:
             for driver, device, stream in self._copying.values():

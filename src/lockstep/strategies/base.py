@@ -34,9 +34,10 @@ from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.config import LogicalDevice, default_devices, release_devices, resolve_devices
 from lockstep.data.batch_lists import Lists
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
+from lockstep.data.divide import Division
 from lockstep.data.error_notes import ShardNotes
 from lockstep.data.sharding import shard_sizes
-from lockstep.data.structure import Shards, first_rows
+from lockstep.data.structure import Shards
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.local_sum import EvaluatorExchange, LocalExchange, MakeExchange
@@ -270,7 +271,7 @@ class Strategy(ABC):
             arguments=arguments,
             views=views,
             shards=shards.leaves,
-            rows=list(map(first_rows, shards.leaves)),
+            rows=shards.rows(),
             distributed=shards.are_distributed,
         )
 
@@ -426,7 +427,13 @@ class Strategy(ABC):
         return variable
 
     def distribute_dataset(
-        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None, lists: Lists = "auto"
+        self,
+        dataset: Iterable[Any],
+        *,
+        shard: Shard = "batch",
+        prefetch: int | None = None,
+        lists: Lists = "auto",
+        divide: Division | None = None,
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
@@ -441,10 +448,12 @@ class Strategy(ABC):
                 draw random numbers or depend on the training's state, such as generators and datasets of your own.
             lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or
                 either, by its length ("auto"); "auto" refuses a list that could be both.
+            divide: how a batch is divided by example whose tensors have other than one row an example: flat targets
+                with an index, packed tokens, pairs. The functions of ``ls.divide`` make it.
         """
         self._outside("distribute_dataset")
         return DistributedDataset(
-            dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch, lists=lists
+            dataset, self.devices, workers=self.workers, shard=shard, prefetch=prefetch, lists=lists, divide=divide
         )
 
     def distribute_datasets_from_function(

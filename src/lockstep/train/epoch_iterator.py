@@ -17,8 +17,17 @@ from lockstep.strategies.base import Strategy
 
 
 def distribute(strategy: Strategy, data: Iterable[Any] | DistributedIterable) -> DistributedIterable:
-    """The data sharded over the strategy's replicas. A distributed dataset is returned as it is."""
+    """The data sharded over the strategy's replicas. A distributed dataset is returned as it is.
+
+    Raises DataError for one that is divided by ``ls.divide``.
+    """
     if isinstance(data, DistributedIterable):
+        # A loss of rows is compared with those of parts of the shard, which would cut flat tensors anywhere.
+        if data.is_divided_by_example:
+            raise DataError(
+                "received data with divide=..., but fit, evaluate and predict take one row an example; use it in a "
+                "loop of your own, with strategy.run(step, (batch,))"
+            )
         return data
     return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
 

@@ -60,8 +60,8 @@ CERTAIN = 4096
 """Larger differences than so many roundings are no rounding."""
 
 MIXING_ADVICE = (
-    "where one device has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, "
-    'axis=0), or take means and variances from sums, all_reduce("sum", value.sum(0)). Rows are dimension 0 of what '
+    "where one device has all rows of the batch; compare the rows with those of all replicas, ls.gather_rows(value), "
+    'or take means and variances from sums, all_reduce("sum", value.sum(0)). Rows are dimension 0 of what '
     "strategy.run is given; where that is time, as torch's recurrent and attention layers have it without "
     "batch_first=True, give batches [rows, time]"
 )
@@ -250,7 +250,8 @@ class RowWatch:
         """
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():  # the program's modes do not see it
             for leaf in leaves:
-                if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
+                # A nested tensor of the strided layout has no shape: reading it raises.
+                if type(leaf) is Tensor and _is_plain(leaf) and leaf.ndim and leaf.shape[0] == self._rows:
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
                     # Now no sum over the groups any more, so that the loss is found: with fewer rows each gradient of a
                     # mean would be larger.
