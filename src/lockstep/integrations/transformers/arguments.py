@@ -8,7 +8,7 @@ accelerate sees no distribution; otherwise it would shard, gather and wrap by it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -36,6 +36,7 @@ _REFUSED_OF_WORKERS = {
     "save_on_each_node": "has all workers write, and here the chief alone does",
     "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
 }
+_BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 _CALLS = (
     ("compute_loss", ("model", "inputs"), ("num_items_in_batch",)),
@@ -65,6 +66,13 @@ def check_arguments(args: TrainingArguments, *, workers: int) -> None:
             "the Trainer of lockstep got debug='underflow_overflow', whose hooks know one copy of the model; debug on "
             "one device"
         )
+
+
+def arguments_in(positional: Sequence[Any], named: Mapping[str, Any]) -> TrainingArguments | None:
+    """The TrainingArguments among the arguments of a Trainer, by name or at any place; None if there are none."""
+    # By type: DPOTrainer(model, ref_model, args), GRPOTrainer(model, reward_funcs, args).
+    candidates = (named.get("args"), *positional)
+    return next((value for value in candidates if isinstance(value, TrainingArguments)), None)
 
 
 def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None:
@@ -134,12 +142,13 @@ class OneProcess:
         self._index = strategy.workers.index
         self._device = strategy.devices[0].torch_device
         self._accelerator: dict[str, Any] = {}
+        self._is_wide = False
         args.n_gpu  # noqa: B018  the first access sets everything up, which must not happen later
         self.establish()
 
     def establish(self) -> None:
         """Sets the state, or sets it again: making other TrainingArguments resets it from the environment."""
-        self._args._n_gpu = self._replicas
+        self._args._n_gpu = 1 if self._is_wide else self._replicas
         self._args.__dict__["_setup_devices"] = self._device
         state = object.__new__(PartialState)  # one that does not share accelerate's global state
         state.__dict__ = _state(self._device, index=self._index)
@@ -148,6 +157,36 @@ class OneProcess:
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState._shared_state.update(_state(self._device, index=0))
             AcceleratorState._shared_state.update(self._accelerator)
+
+    @contextmanager
+    def as_wide_device(self) -> Iterator[None]:
+        """A block in which ``args`` show one device, whose batches are those of all replicas.
+
+        For the constructor and methods that prepare data: TRL refuses several GPUs, and KTO pairs completions within
+        batches of per_device_train_batch_size.
+        """
+        if self._is_wide:
+            yield
+            return
+        self.widen()
+        try:
+            yield
+        finally:
+            self.narrow()
+
+    def widen(self) -> None:
+        """Begins such a block."""
+        self._is_wide = True
+        self._args._n_gpu = 1
+        for name in _BATCH_SIZES:
+            setattr(self._args, name, getattr(self._args, name) * self._replicas)
+
+    def narrow(self) -> None:
+        """Ends it."""
+        self._is_wide = False
+        self._args._n_gpu = self._replicas
+        for name in _BATCH_SIZES:
+            setattr(self._args, name, getattr(self._args, name) // self._replicas)
 
     def keep(self) -> None:
         """Keeps accelerate's state once there is an Accelerator."""

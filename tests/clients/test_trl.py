@@ -1,0 +1,102 @@
+"""The trainers of TRL on replicas have the weights and the metrics of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tests.clients.training import compare as compare
+from tests.clients.training import llama, sentence, tokenizer
+
+trl = pytest.importorskip("trl")
+
+
+def texts(number: int, *, salt: int = 0) -> Dataset:
+    return Dataset.from_list([{"text": sentence(index, salt=salt)} for index in range(number)])
+
+
+def sft(base: type, args: dict[str, Any], **named: Any) -> Any:
+    config = trl.SFTConfig(**args, bf16=False, eval_strategy="epoch")
+    data = {"train_dataset": texts(12 * 7 + 5), "eval_dataset": texts(19, salt=1)}
+    return base(llama(), config, processing_class=tokenizer(), **data, **named)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_sft(compare: Any, replicas: int) -> None:
+    compare(sft, trl.SFTTrainer, replicas=replicas)
+
+
+def packed(base: type, args: dict[str, Any], **named: Any) -> Any:
+    config = trl.SFTConfig(**args, bf16=False, eval_strategy="epoch", packing=True, max_length=24)
+    data = {"train_dataset": texts(230), "eval_dataset": texts(40, salt=1)}
+    return base(flat_llama(), config, processing_class=tokenizer(), **data, **named)
+
+
+def padding_free(base: type, args: dict[str, Any], **named: Any) -> Any:
+    config = trl.SFTConfig(**args, bf16=False, eval_strategy="epoch", padding_free=True, max_length=None)
+    data = {"train_dataset": texts(12 * 7 + 5), "eval_dataset": texts(19, salt=1)}
+    return base(flat_llama(), config, processing_class=tokenizer(), **data, **named)
+
+
+def flat_llama() -> Any:
+    return llama(attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("make", [packed, padding_free])
+def test_sft_of_flat_batches(compare: Any, make: Any) -> None:
+    compare(make, trl.SFTTrainer, replicas=3)
+
+
+def pairs(number: int, *, salt: int = 0) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "prompt": sentence(index, salt=salt),
+                "chosen": " " + sentence(index, salt=salt + 7),
+                "rejected": " " + sentence(index, salt=salt + 8),
+            }
+            for index in range(number)
+        ]
+    )
+
+
+def dpo(base: type, args: dict[str, Any], **named: Any) -> Any:
+    config = trl.DPOConfig(**args, bf16=False, eval_strategy="epoch")
+    data = {"train_dataset": pairs(12 * 7 + 5), "eval_dataset": pairs(19, salt=1)}
+    return base(llama(), llama(seed=1), config, processing_class=tokenizer(), **data, **named)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_dpo(compare: Any, replicas: int) -> None:
+    compare(dpo, trl.DPOTrainer, replicas=replicas)
+
+
+def reward(base: type, args: dict[str, Any], **named: Any) -> Any:
+    config = trl.RewardConfig(**args, bf16=False, eval_strategy="epoch")
+    data = {"train_dataset": pairs(12 * 7 + 5), "eval_dataset": pairs(19, salt=1)}
+    return base(llama("SequenceClassification", num_labels=1), config, processing_class=tokenizer(), **data, **named)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_reward(compare: Any, replicas: int) -> None:
+    compare(reward, trl.RewardTrainer, replicas=replicas)
+
+
+def kto(base: type, args: dict[str, Any], **named: Any) -> Any:
+    rows = [
+        {
+            "prompt": sentence(index),
+            "completion": " " + sentence(index, salt=7),
+            "label": index % 3 > 0,
+        }
+        for index in range(12 * 7 + 5)
+    ]
+    config = trl.KTOConfig(**args, bf16=False, eval_strategy="epoch")
+    data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:19])}
+    return base(llama(), llama(seed=1), args=config, processing_class=tokenizer(), **data, **named)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_kto(compare: Any, replicas: int) -> None:
+    compare(kto, trl.KTOTrainer, replicas=replicas)
