@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trl
 from datasets import Dataset
 from tests.clients.training import compare as compare
 from tests.clients.training import llama, sentence, tokenizer
-
-trl = pytest.importorskip("trl")
 
 
 def texts(number: int, *, salt: int = 0) -> Dataset:

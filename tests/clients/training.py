@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-# torchvision 0.28.0 for CUDA beside torch for CPUs: "operator torchvision::nms does not exist", and transformers, which
-# imports it where it is installed, does not import either. None needs it here.
-with suppress(ImportError, RuntimeError):
-    import torchvision  # noqa: F401
-if "torchvision" not in sys.modules:
-    sys.modules["torchvision"] = None  # type: ignore[assignment]
-
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports from a thread that outlives the training
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import transformers  # noqa: E402
-from tests.conftest import MakeStrategy  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
-from torch import Tensor  # noqa: E402
+import transformers
+from tests.conftest import MakeStrategy
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
 
 WORDS = "the a cat dog bird sat ran flew on over under mat house tree and then slept ate fish seed".split()
 TIMES = ("runtime", "per_second", "preparation_time", "total_flos", "step_time")

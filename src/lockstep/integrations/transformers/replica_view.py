@@ -155,11 +155,12 @@ def other_modules(trainer: transformers.Trainer) -> dict[str, Any]:
         for name, value in trainer.__dict__.items()
         if name not in _DATA
         and not isinstance(value, MirroredModule)
-        and any(module is not trainer.model for module in _modules_in(value))
+        and any(module is not trainer.model for module in modules_in(value))
     }
 
 
-def _modules_in(value: Any) -> list[nn.Module]:
+def modules_in(value: Any) -> list[nn.Module]:
+    """The modules that a Trainer's attribute is, or that are in its list, tuple or dict."""
     if isinstance(value, nn.Module):
         return [value]
     values = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()

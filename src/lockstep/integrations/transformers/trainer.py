@@ -47,6 +47,7 @@ from lockstep.integrations.transformers.replica_view import (
     TrainerViews,
     bind_forwards,
     mirrored_modules,
+    modules_in,
     other_modules,
 )
 from lockstep.mirroring.module.batch_norm import normalising_single_row
@@ -234,7 +235,10 @@ class Trainer(transformers.Trainer):
             if "_original_forward" not in copy.__dict__:  # set by accelerate where it handles the precision
                 self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
         # After the model: copies of a module that holds it, such as a loss, hold its copies.
-        self._other_mirrored = {name: self._mirrored_in(value) for name, value in other_modules(self).items()}
+        others = other_modules(self)
+        if self.strategy.num_replicas_in_sync > 1:
+            arguments.check_losses(module for value in others.values() for module in modules_in(value))
+        self._other_mirrored = {name: self._mirrored_in(value) for name, value in others.items()}
         for module in (self._mirrored, *mirrored_modules(self._other_mirrored)):
             bind_forwards(module)
 
