@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import sentence_transformers
-from sentence_transformers import losses
+from sentence_transformers.sentence_transformer import losses, modules
 import torch
 import transformers
 from datasets import Dataset
@@ -29,8 +29,8 @@ def encoder() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         bert.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
-        words = sentence_transformers.models.Transformer(folder)
-    pooling = sentence_transformers.models.Pooling(words.get_word_embedding_dimension())
+        words = modules.Transformer(folder)
+    pooling = modules.Pooling(words.get_word_embedding_dimension())
     return sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
 
 
