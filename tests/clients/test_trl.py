@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import transformers
 import trl
 from datasets import Dataset
 from tests.clients.training import compare as compare
@@ -28,7 +30,7 @@ def test_sft(compare: Any, replicas: int) -> None:
 
 def packed(base: type, args: dict[str, Any], **named: Any) -> Any:
     config = trl.SFTConfig(**args, bf16=False, eval_strategy="epoch", packing=True, max_length=24)
-    data = {"train_dataset": texts(230), "eval_dataset": texts(40, salt=1)}
+    data = {"train_dataset": texts(400), "eval_dataset": texts(40, salt=1)}
     return base(flat_llama(), config, processing_class=tokenizer(), **data, **named)
 
 
@@ -99,3 +101,23 @@ def kto(base: type, args: dict[str, Any], **named: Any) -> Any:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_kto(compare: Any, replicas: int) -> None:
     compare(kto, trl.KTOTrainer, replicas=replicas)
+
+
+def many_letters(completions: list[str], **_: Any) -> list[float]:
+    """Rewards completions for their letters, which differ with every token."""
+    return [sum(ord(letter) % 7 for letter in text) / 50 for text in completions]
+
+
+def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", **named: Any) -> Any:
+    prompts = Dataset.from_list([{"prompt": sentence(index)} for index in range(48)])
+    more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "loss_type": loss_type}
+    config = trl.GRPOConfig(**args, **more, bf16=False, eval_strategy="epoch")
+    folder = f"{config.output_dir}/model"  # where the reference model is read from
+    llama().save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return base(model, many_letters, config, prompts, prompts.select(range(5)), processing_class=tokenizer(), **named)
+
+
+@pytest.mark.parametrize(("loss_type", "replicas"), [("dapo", 2), ("dapo", 3), ("grpo", 3)])
+def test_grpo(compare: Any, loss_type: str, replicas: int) -> None:
+    compare(partial(grpo, loss_type=loss_type), trl.GRPOTrainer, replicas=replicas, unlike=("step_time",))

@@ -95,7 +95,8 @@ def compare(make_strategy: MakeStrategy) -> Callable[..., SimpleNamespace]:
     ) -> SimpleNamespace:
         theirs = trained(make, base, batch=batch)
         ours = trained(make, distribute(base), batch=batch, replicas=replicas, strategy=make_strategy(replicas))
-        assert theirs.trainer.state.global_step == ours.trainer.state.global_step == steps
+        counts = (theirs.trainer.state.global_step, ours.trainer.state.global_step)
+        assert counts == (steps, steps), counts
         way = distance(theirs.before, theirs.after)
         assert way > 1e-3, "the training changed nothing"
         size = sum(float(value.double().norm() ** 2) for value in theirs.after.values()) ** 0.5

@@ -167,6 +167,7 @@ class OneProcess:
         self._accelerator: dict[str, Any] = {}
         self._is_wide = False
         args.n_gpu  # noqa: B018  the first access sets everything up, which must not happen later
+        scale_generation_batch(args, self._replicas)
         self.establish()
 
     def establish(self) -> None:
@@ -219,6 +220,13 @@ class OneProcess:
         process, accelerator = PartialState._shared_state, AcceleratorState._shared_state
         alone = process.get("distributed_type") is DistributedType.NO and process.get("device") == self._device
         return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
+
+
+def scale_generation_batch(args: TrainingArguments, replicas: int) -> None:
+    """Has GRPO generate for the batches of all replicas: its arguments count those of one process."""
+    steps: Any = getattr(args, "steps_per_generation", None)
+    if steps and args.generation_batch_size == args.per_device_train_batch_size * steps:
+        args.generation_batch_size *= replicas
 
 
 def seen_as_one_device(args: TrainingArguments) -> AbstractContextManager[None]:

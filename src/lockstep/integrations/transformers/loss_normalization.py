@@ -71,11 +71,16 @@ class Share:
         return self._items
 
     @property
+    def uses_items(self) -> bool:
+        """Whether the loss has been divided by the number of items."""
+        return self._items is not None and self._items.is_used
+
+    @property
     def factor(self) -> float:
         """The factor of the shard's loss, if the number of items is that of the whole batch."""
         if not self._count:
             return 0.0
-        return 1.0 if self._items is not None and self._items.is_used else self._count / self._total
+        return 1.0 if self.uses_items else self._count / self._total
 
     @property
     def weight(self) -> float:

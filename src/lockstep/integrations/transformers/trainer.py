@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
         self._mirrored: MirroredModule | None = None
         self._other_mirrored: dict[str, Any] = {}
         self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
-        self._holds_best = self._gathers = False
+        self._holds_best = self._gathers = self._is_prepared = False
         self._loss_check = LossCheck(0)
         self._one_process: arguments.OneProcess | None = None
         if args is not None:
@@ -277,6 +277,9 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        if isinstance(inputs, list):
+            self._mirrored_module.module.train()
+        inputs = self._prepared_once(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
             # Before the step: what the loss averages decides how this batch is weighed already.
@@ -403,6 +406,7 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        inputs = self._prepared_once(inputs)
         _, division = division_of(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
@@ -416,8 +420,36 @@ class Trainer(transformers.Trainer):
             return None
         with weighing(Share(shard.count, shard.total)) as share:
             step = super(Trainer, view).prediction_step
-            outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
-        return sharding.Prediction(shard.rows, share.weight, *outputs) if shard.rows else None
+            loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        if not shard.rows:
+            return None
+        if self._is_prepared and share.uses_items:  # of the whole batch: the loss is a part of a sum
+            return sharding.Prediction(shard.rows, shard.count, loss * (shard.total / shard.count), *outputs)
+        return sharding.Prediction(shard.rows, share.weight, loss, *outputs)
+
+    def _prepared_once(self, inputs: Any) -> Any:
+        """Batches that are lists of examples become the model's inputs here, for all replicas at once.
+
+        GRPO generates completions and compares their rewards in this, so that they are those of one device.
+        """
+        self._is_prepared = isinstance(inputs, list)
+        if not self._is_prepared:
+            return inputs
+        wrapped, self.model_wrapped = self.model_wrapped, self.model
+        try:
+            with arguments.seen_as_one_device(self.args):
+                return super()._prepare_inputs(inputs)
+        finally:
+            self.model_wrapped = wrapped
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if get_replica_context() is None or not self._is_prepared:
+            return super()._prepare_inputs(inputs)
+        prepared, share = transformers.Trainer._prepare_inputs(self, inputs), current_share()
+        number = prepared.get("num_items_in_batch")
+        if share is None or not isinstance(number, Tensor):
+            return prepared
+        return {**prepared, "num_items_in_batch": share.watch(number, self._device)}
 
     def _prepare_input(self, data: Any) -> Any:
         if get_replica_context() is None:
