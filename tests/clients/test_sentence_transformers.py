@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import sentence_transformers
-from sentence_transformers.sentence_transformer import losses, modules
 import torch
 import transformers
 from datasets import Dataset
+from sentence_transformers.sentence_transformer import losses, modules
 from tests.clients.training import SETTINGS, sentence, tokenizer
 from tests.clients.training import compare as compare
 from tests.conftest import MakeStrategy
@@ -72,7 +72,8 @@ def maker(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"), [("cosine", 2), ("cosine", 3), ("contrastive", 3), ("triplet", 3), ("matryoshka", 2), ("softmax", 3)]
+    ("name", "replicas"),
+    [("cosine", 2), ("cosine", 3), ("contrastive", 3), ("triplet", 3), ("matryoshka", 2), ("softmax", 3)],
 )
 def test_it_equals_one_device(compare: Any, name: str, replicas: int) -> None:
     both = compare(maker(name), BASE, replicas=replicas)

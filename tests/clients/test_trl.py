@@ -30,7 +30,7 @@ def test_sft(compare: Any, replicas: int) -> None:
 
 def packed(base: type, args: dict[str, Any], **named: Any) -> Any:
     config = trl.SFTConfig(**args, bf16=False, eval_strategy="epoch", packing=True, max_length=24)
-    data = {"train_dataset": texts(400), "eval_dataset": texts(40, salt=1)}
+    data = {"train_dataset": texts(350), "eval_dataset": texts(40, salt=1)}
     return base(flat_llama(), config, processing_class=tokenizer(), **data, **named)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers and data for the trainers of other people, and one training of two classes that are compared."""
+"""Tiny models, tokenizers and data for the trainers of other people, and the comparison of two trainings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.conftest import MakeStrategy
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-WORDS = "the a cat dog bird sat ran flew on over under mat house tree and then slept ate fish seed".split()
+WORDS = (
+    *("the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "over", "under", "mat", "house"),
+    *("tree", "and", "then", "slept", "ate", "fish", "seed"),
+)
 TIMES = ("runtime", "per_second", "preparation_time", "total_flos", "step_time")
 SETTINGS = {
     "learning_rate": 0.05,

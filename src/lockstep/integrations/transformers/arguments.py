@@ -47,6 +47,7 @@ _COMPARING_LOSSES = frozenset(
     ]
 )
 """Losses of sentence-transformers 6.2 whose value for a row depends on the other rows of the batch."""
+_RENAMED = {"max_seq_length": "max_length"}  # of TRL
 _BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 _CALLS = (
@@ -86,26 +87,38 @@ def arguments_in(positional: Sequence[Any], named: Mapping[str, Any]) -> Trainin
     return next((value for value in candidates if isinstance(value, TrainingArguments)), None)
 
 
-def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None:
+def check_program(
+    trainer: transformers.Trainer,
+    signature: inspect.Signature,
+    names: Collection[str],
+    args: TrainingArguments | None,
+) -> None:
     """Raises a ConfigError about what transformers 5 no longer calls as a program written for transformers 4 expects.
 
     Args:
         trainer: its class may override methods of transformers' Trainer.
+        signature: that of the constructor which gets the arguments.
         names: of the keyword arguments that it got.
+        args: its TrainingArguments.
     """
-    if "tokenizer" in names:
-        raise ConfigError(
-            "the Trainer of lockstep got tokenizer=, which transformers 5 calls processing_class; write "
-            "processing_class=tokenizer"
-        )
+    accepted = signature.parameters.values()
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted)
+    for name in () if open_ended else [name for name in names if name not in signature.parameters]:
+        if name == "tokenizer":
+            advice = "is called processing_class since transformers 5; write processing_class=tokenizer"
+        elif args is not None and hasattr(args, _RENAMED.get(name, name)):
+            advice = f"is an argument of {type(args).__name__}; write it there, as {_RENAMED.get(name, name)}="
+        else:
+            continue  # Python names it
+        raise ConfigError(f"the Trainer of lockstep got {name}=, which {advice}")
     for method, positional, keywords in _CALLS:
         # Not that of a wrapped function: the wrapper is what transformers calls.
-        signature = inspect.signature(getattr(trainer, method), follow_wrapped=False)
+        override = inspect.signature(getattr(trainer, method), follow_wrapped=False)
         try:
-            signature.bind(*positional, **dict.fromkeys(keywords))
+            override.bind(*positional, **dict.fromkeys(keywords))
         except TypeError:
             raise ConfigError(
-                f"{type(trainer).__name__}.{method}{signature} cannot be called as transformers 5 does, with "
+                f"{type(trainer).__name__}.{method}{override} cannot be called as transformers 5 does, with "
                 f"{', '.join(positional + keywords)}; add {(positional + keywords)[-1]}=None as its last parameter"
             ) from None
 
@@ -126,9 +139,9 @@ def check_losses(modules: Iterable[nn.Module]) -> None:
         name = next((kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMPARING_LOSSES), None)
         if name is not None:
             raise ConfigError(
-                f"the Trainer of lockstep got the loss {name}, which compares the rows of a batch, and a replica has some "
-                "of them: its numbers would be those of smaller batches; choose a loss that is a mean over rows, such as "
-                "CosineSimilarityLoss, ContrastiveLoss or TripletLoss, or use one replica"
+                f"the Trainer of lockstep got the loss {name}, which compares the rows of a batch, and a replica has "
+                "some of them: its numbers would be those of smaller batches; choose a loss that is a mean over rows, "
+                "such as CosineSimilarityLoss, ContrastiveLoss or TripletLoss, or use one replica"
             )
 
 
@@ -224,9 +237,10 @@ class OneProcess:
 
 def scale_generation_batch(args: TrainingArguments, replicas: int) -> None:
     """Has GRPO generate for the batches of all replicas: its arguments count those of one process."""
-    steps: Any = getattr(args, "steps_per_generation", None)
-    if steps and args.generation_batch_size == args.per_device_train_batch_size * steps:
-        args.generation_batch_size *= replicas
+    config: Any = args
+    steps = getattr(config, "steps_per_generation", None)
+    if steps and config.generation_batch_size == config.per_device_train_batch_size * steps:
+        config.generation_batch_size *= replicas
 
 
 def seen_as_one_device(args: TrainingArguments) -> AbstractContextManager[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import transformers
 
@@ -18,8 +19,8 @@ def distribute(trainer_class: type[C]) -> type[C]:
 
     It takes the arguments of ``trainer_class``, by name and by position, and ``strategy=`` as
     ``lockstep.integrations.transformers.Trainer`` does, which is ``distribute(transformers.Trainer)``. The numbers are
-    those of ``trainer_class`` on one device with the whole global batch. Methods that compute a loss or a prediction run
-    in all replicas, each with its own copy of the models as ``self.model`` and the like.
+    those of ``trainer_class`` on one device with the whole global batch. Methods that compute a loss or a prediction
+    run in all replicas, each with its own copies of the models as ``self.model`` and the like.
 
     Raises:
         TypeError: ``trainer_class`` is no subclass of ``transformers.Trainer``.
@@ -32,23 +33,28 @@ def distribute(trainer_class: type[C]) -> type[C]:
         True
     """
     if not isinstance(trainer_class, type) or not issubclass(trainer_class, transformers.Trainer):
-        raise TypeError(f"distribute takes a subclass of transformers.Trainer, as trl.SFTTrainer is; got {trainer_class!r}")
-    return _distributed(trainer_class)
+        raise TypeError(
+            f"distribute takes a subclass of transformers.Trainer, as trl.SFTTrainer is; got {trainer_class!r}"
+        )
+    distributed: type[C] = _DISTRIBUTED(trainer_class)
+    return distributed
 
 
-@cache
-def _distributed(trainer_class: type[C]) -> type[C]:
+def _distributed(trainer_class: Any) -> Any:
     if issubclass(trainer_class, Trainer):
         return trainer_class
     if trainer_class is transformers.Trainer:
-        return Trainer  # type: ignore[return-value]
+        return Trainer
     parameters = list(inspect.signature(trainer_class).parameters.values())
     strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
     place = len([one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD])
     members = {
         "__module__": __name__,
-        "__doc__": f"``{trainer_class.__name__}`` on all replicas of a strategy: ``distribute({trainer_class.__name__})``.",
+        "__doc__": f"``{trainer_class.__name__}`` on all replicas of a strategy, made by ``distribute``.",
         "__signature__": inspect.Signature([*parameters[:place], strategy, *parameters[place:]]),
     }
     # Trainer first: its training_step divides the batch, and calls that of trainer_class in each replica.
-    return type(trainer_class.__name__, (Trainer, trainer_class), members)  # type: ignore[return-value]
+    return type(trainer_class.__name__, (Trainer, trainer_class), members)
+
+
+_DISTRIBUTED: Callable[[Any], Any] = cache(_distributed)  # one class for each, as users compare and subclass them

@@ -4,9 +4,9 @@
     view     copy,  copies of both,  n_gpu 1, gathers,  the same of replica 0, copies of the others
 
 A Trainer's methods that run in replicas use ``self``: its model, the modules of its loss, the numbers that it logs.
-Each replica's ``self`` is a view, so that no two threads write to one object. A replica is to the methods what a process
-is to them under torchrun: ``self.accelerator`` gathers over all replicas. What the step of replica 0 leaves in its view
-is the Trainer's afterwards; of a float that differs between replicas, the mean weighted by rows.
+Each replica's ``self`` is a view, so that no two threads write to one object. A replica is to the methods what a
+process is to them under torchrun: ``self.accelerator`` gathers over all replicas. What the step of replica 0 leaves in
+its view is the Trainer's afterwards; of a float that differs between replicas, the mean weighted by rows.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Everything that is not overridden here is transformers' own code, which sees one
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -73,9 +74,13 @@ class Trainer(transformers.Trainer):
         **named: as in transformers.
     """
 
+    _one_process: arguments.OneProcess | None = None
+
     def __init__(self, *positional: Any, strategy: Strategy | None = None, **named: Any) -> None:
-        arguments.check_program(self, named)
         args = arguments.arguments_in(positional, named)
+        # Not that of a wrapped function: sentence-transformers' wrapper takes older names too.
+        accepted = inspect.signature(super().__init__, follow_wrapped=False)
+        arguments.check_program(self, accepted, named, args)
         self.strategy = arguments.chosen_strategy(strategy, on_cpu=args is not None and args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
@@ -83,7 +88,6 @@ class Trainer(transformers.Trainer):
         self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = self._gathers = self._is_prepared = False
         self._loss_check = LossCheck(0)
-        self._one_process: arguments.OneProcess | None = None
         if args is not None:
             self._begin(args)
         try:
@@ -275,7 +279,7 @@ class Trainer(transformers.Trainer):
             items = super()._get_num_items_in_batch(*args, **named)
         return items if share is None else share.watch(items, self._device)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         if isinstance(inputs, list):
             self._mirrored_module.module.train()
@@ -306,7 +310,7 @@ class Trainer(transformers.Trainer):
         return TrainerViews(self, self._mirrored_module.copies, self._other_mirrored, devices, rows)
 
     def _run_in_views(self, fn: Callable[..., Any], shards: PerReplica[sharding.Shard], *args: Any) -> Any:
-        """Runs ``fn(view, shard, *args)`` in the replicas; what the methods of the client's class set on them remains."""
+        """Runs ``fn(view, shard, *args)`` in the replicas; what the client's methods set on ``self`` remains."""
         local = shards.values
         views = self._views([shard.rows for shard in local])
         stand_in = next((shard for shard in local if shard.rows), None)
@@ -403,7 +407,7 @@ class Trainer(transformers.Trainer):
         return self._mirrored_optimizer.clip_sums(self.args.max_grad_norm)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         inputs = self._prepared_once(inputs)
@@ -423,8 +427,8 @@ class Trainer(transformers.Trainer):
             loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
         if not shard.rows:
             return None
-        if self._is_prepared and share.uses_items:  # of the whole batch: the loss is a part of a sum
-            return sharding.Prediction(shard.rows, shard.count, loss * (shard.total / shard.count), *outputs)
+        if self._is_prepared and share.uses_items and loss is not None:  # of the whole batch: a part of a sum
+            return sharding.Prediction(shard.rows, shard.count, loss.mul(shard.total / shard.count), *outputs)
         return sharding.Prediction(shard.rows, share.weight, loss, *outputs)
 
     def _prepared_once(self, inputs: Any) -> Any:
@@ -435,7 +439,8 @@ class Trainer(transformers.Trainer):
         self._is_prepared = isinstance(inputs, list)
         if not self._is_prepared:
             return inputs
-        wrapped, self.model_wrapped = self.model_wrapped, self.model
+        wrapped = self.model_wrapped
+        self.model_wrapped = self._mirrored_module.module
         try:
             with arguments.seen_as_one_device(self.args):
                 return super()._prepare_inputs(inputs)
