@@ -1,8 +1,11 @@
-"""``distribute`` of a Trainer's subclass: arguments by place, the models and numbers that its methods see in replicas."""
+"""``distribute`` of a subclass of the Trainer: arguments by place, what its methods see and log in replicas."""
 
 from __future__ import annotations
 
+import runpy
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from lockstep.errors import ConfigError  # noqa: E402  what it needs is there
+import lockstep as ls  # noqa: E402  what it needs is there
+from lockstep.errors import ConfigError  # noqa: E402
 from lockstep.integrations.transformers import Trainer, distribute  # noqa: E402
+
+PROGRAM = str(Path(__file__).parent / "programs" / "tiny.py")
 
 
 class Compared(transformers.Trainer):
@@ -92,8 +98,7 @@ def test_what_a_subclass_computes_and_logs_is_that_of_one_device(
 
 @pytest.mark.slow
 def test_replicas_without_rows_meet_the_others(tiny: Any, make_strategy: MakeStrategy) -> None:
-    task = compared(tiny)
-    task.train, task.valid = tiny.rows(17), tiny.rows(9, seed=2)  # the last batches have one row
+    task = few_rows(tiny)  # the last batches have two rows
     theirs = tiny.train(task, Compared)
     tiny.assert_same(tiny.train(task, distribute(Compared), replicas=4, strategy=make_strategy(4)), theirs)
 
@@ -160,3 +165,28 @@ class Chatty(transformers.Trainer):
 def test_an_argument_of_2024_is_answered(tiny: Any, tmp_path: Any, name: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=rf"got {name}=, which is .*{advice}"):
         distribute(Chatty)(tiny.model(), tiny.arguments(str(tmp_path), 2), **{name: 1})
+
+
+def job(program: str) -> Any:
+    """The same on two workers of two replicas, of which the second has no row in the last batches."""
+    torch.set_num_threads(1)
+    (cpu,) = ls.config.list_physical_devices("CPU")
+    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
+    tiny = SimpleNamespace(**runpy.run_path(program, run_name="tiny"))
+    run = tiny.train(few_rows(tiny), distribute(Compared), replicas=4)
+    run.trainer.strategy.close()
+    return run.history, run.weights
+
+
+def few_rows(tiny: Any) -> Any:
+    task = compared(tiny)
+    task.train, task.valid = tiny.rows(18), tiny.rows(10, seed=2)
+    return task
+
+
+@pytest.mark.workers
+@pytest.mark.slow
+def test_workers_gather_too(tiny: Any) -> None:
+    theirs = tiny.train(few_rows(tiny), Compared)
+    ours = tiny.Outcome(*ls.launch(job, workers=2, args=(PROGRAM,), timeout_s=120), None)
+    tiny.assert_same(ours, theirs, far=1e-6)

@@ -12,7 +12,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -292,7 +291,7 @@ class Trainer(transformers.Trainer):
             shards = self._divided(inputs)
             rows = self._loss_check.rows_of_step(self.strategy, shards.values)
             with nullcontext() if rows is None else self.strategy.watched_by(rows):
-                losses = self._run_in_views(self._train_shard, shards, num_items_in_batch)
+                losses = self._run_in_views(self._train_shard, inputs, shards, num_items_in_batch)
             if self._agrees_on_memory and self.accelerator.sync_gradients:
                 self.strategy.run(self._mirrored_optimizer.sum_gradients)
             if rows is not None:
@@ -309,15 +308,13 @@ class Trainer(transformers.Trainer):
         devices = [device.torch_device for device in self.strategy.devices]
         return TrainerViews(self, self._mirrored_module.copies, self._other_mirrored, devices, rows)
 
-    def _run_in_views(self, fn: Callable[..., Any], shards: PerReplica[sharding.Shard], *args: Any) -> Any:
+    def _run_in_views(self, fn: Callable[..., Any], inputs: Any, shards: PerReplica[sharding.Shard], *args: Any) -> Any:
         """Runs ``fn(view, shard, *args)`` in the replicas; what the client's methods set on ``self`` remains."""
-        local = shards.values
-        views = self._views([shard.rows for shard in local])
-        stand_in = next((shard for shard in local if shard.rows), None)
-        if self._gathers and stand_in is not None:
+        views = self._views([shard.rows for shard in shards.values])
+        if self._gathers and not all(shard.rows for shard in shards.values):
             # Trainers gather in their steps, which all replicas must do.
-            empty = replace(stand_in, rows=0, count=0)
-            shards = PerReplica([shard if shard.rows else empty for shard in local])
+            stand_in = sharding.stand_in(inputs, self._list_reader)
+            shards = PerReplica([shard if shard.rows else stand_in for shard in shards.values])
         result = self._run(fn, (PerReplica(views.views), shards, *args))
         views.bring_back()
         self._gathers |= views.have_gathered
@@ -414,7 +411,8 @@ class Trainer(transformers.Trainer):
         _, division = division_of(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
-            parts = self._run_in_views(self._predict_shard, self._divided(inputs), prediction_loss_only, ignore_keys)
+            shards = self._divided(inputs)
+            parts = self._run_in_views(self._predict_shard, inputs, shards, prediction_loss_only, ignore_keys)
         return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device, division)
 
     def _predict_shard(
