@@ -5,12 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import peft
 import pytest
+import torch
 import transformers
 import trl
 from datasets import Dataset
+from tests.clients.training import SETTINGS, llama, sentence, tokenizer
 from tests.clients.training import compare as compare
-from tests.clients.training import llama, sentence, tokenizer
+from tests.conftest import MakeStrategy
+
+from lockstep.integrations.transformers import distribute
 
 
 def texts(number: int, *, salt: int = 0) -> Dataset:
@@ -121,3 +126,32 @@ def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", **named: 
 @pytest.mark.parametrize(("loss_type", "replicas"), [("dapo", 2), ("dapo", 3), ("grpo", 3)])
 def test_grpo(compare: Any, loss_type: str, replicas: int) -> None:
     compare(partial(grpo, loss_type=loss_type), trl.GRPOTrainer, replicas=replicas, unlike=("step_time",))
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def dpo_of_adapters(base: type, args: dict[str, Any], **named: Any) -> Any:
+    """The model without its adapters is the reference."""
+    config = trl.DPOConfig(**args, bf16=False, eval_strategy="epoch", gradient_accumulation_steps=2)
+    data = {"train_dataset": pairs(12 * 15 + 5), "eval_dataset": pairs(19, salt=1)}
+    torch.manual_seed(4)
+    return base(llama(), args=config, processing_class=tokenizer(), peft_config=lora(), **data, **named)
+
+
+def test_dpo_of_adapters_over_accumulated_batches(compare: Any) -> None:
+    compare(dpo_of_adapters, trl.DPOTrainer, replicas=3)
+
+
+def test_a_training_that_is_resumed_has_the_same_bits(make_strategy: MakeStrategy, tmp_path: Any) -> None:
+    states = []
+    for resumed in (None, str(tmp_path / "checkpoint-4")):
+        settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 4, "output_dir": tmp_path}
+        trainer = sft(
+            distribute(trl.SFTTrainer), {**settings, "per_device_train_batch_size": 4}, strategy=make_strategy(3)
+        )
+        trainer.train(resume_from_checkpoint=resumed)
+        # Not all logs: TRL counts the tokens anew.
+        states.append((trainer.state.log_history[-3]["loss"], trainer.fingerprint()))
+    assert states[0] == states[1]
