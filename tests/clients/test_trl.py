@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.clients.training import SETTINGS, llama, sentence, tokenizer
 from tests.clients.training import compare as compare
 from tests.conftest import MakeStrategy
 
+from lockstep.errors import ConfigError
 from lockstep.integrations.transformers import distribute
 
 
@@ -67,8 +69,8 @@ def pairs(number: int, *, salt: int = 0) -> Dataset:
     )
 
 
-def dpo(base: type, args: dict[str, Any], **named: Any) -> Any:
-    config = trl.DPOConfig(**args, bf16=False, eval_strategy="epoch")
+def dpo(base: type, args: dict[str, Any], *, settings: Any = None, **named: Any) -> Any:
+    config = trl.DPOConfig(**args, bf16=False, eval_strategy="epoch", **(settings or {}))
     data = {"train_dataset": pairs(12 * 7 + 5), "eval_dataset": pairs(19, salt=1)}
     return base(llama(), llama(seed=1), config, processing_class=tokenizer(), **data, **named)
 
@@ -78,8 +80,27 @@ def test_dpo(compare: Any, replicas: int) -> None:
     compare(dpo, trl.DPOTrainer, replicas=replicas)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": ["ipo"]},
+        {"loss_type": ["robust", "bco_pair"], "loss_weights": [0.5, 1.0]},
+        {"use_weighting": True},
+    ],
+)
+def test_losses_of_dpo(compare: Any, settings: dict[str, Any]) -> None:
+    compare(partial(dpo, settings=settings), trl.DPOTrainer, replicas=3)
+
+
+@pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired", "sft"])
+def test_losses_of_dpo_over_the_batch_are_refused(make_strategy: MakeStrategy, tmp_path: Any, loss_type: str) -> None:
+    args = {**SETTINGS, "output_dir": tmp_path}
+    with pytest.raises(ConfigError, match=rf"loss_type='{loss_type}', which .* of a batch.*use one replica"):
+        dpo(distribute(trl.DPOTrainer), args, settings={"loss_type": [loss_type]}, strategy=make_strategy(2))
+
+
 def reward(base: type, args: dict[str, Any], **named: Any) -> Any:
-    config = trl.RewardConfig(**args, bf16=False, eval_strategy="epoch")
+    config = trl.RewardConfig(**args, bf16=False, eval_strategy="epoch", center_rewards_coefficient=0.1)
     data = {"train_dataset": pairs(12 * 7 + 5), "eval_dataset": pairs(19, salt=1)}
     return base(llama("SequenceClassification", num_labels=1), config, processing_class=tokenizer(), **data, **named)
 
@@ -89,7 +110,7 @@ def test_reward(compare: Any, replicas: int) -> None:
     compare(reward, trl.RewardTrainer, replicas=replicas)
 
 
-def kto(base: type, args: dict[str, Any], **named: Any) -> Any:
+def kto(base: type, args: dict[str, Any], *, loss_type: str = "kto", **named: Any) -> Any:
     rows = [
         {
             "prompt": sentence(index),
@@ -98,14 +119,16 @@ def kto(base: type, args: dict[str, Any], **named: Any) -> Any:
         }
         for index in range(12 * 7 + 5)
     ]
-    config = trl.KTOConfig(**args, bf16=False, eval_strategy="epoch")
+    config = trl.KTOConfig(**args, bf16=False, eval_strategy="epoch", loss_type=loss_type)
     data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:19])}
     return base(llama(), llama(seed=1), args=config, processing_class=tokenizer(), **data, **named)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_kto(compare: Any, replicas: int) -> None:
-    compare(kto, trl.KTOTrainer, replicas=replicas)
+@pytest.mark.parametrize(("loss_type", "replicas"), [("kto", 2), ("kto", 3), ("apo_zero_unpaired", 3)])
+def test_kto(compare: Any, loss_type: str, replicas: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the loss is ")  # it uses what it gathers, and no check may doubt it
+        compare(partial(kto, loss_type=loss_type), trl.KTOTrainer, replicas=replicas)
 
 
 def many_letters(completions: list[str], **_: Any) -> list[float]:
@@ -123,7 +146,10 @@ def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", **named: 
     return base(model, many_letters, config, prompts, prompts.select(range(5)), processing_class=tokenizer(), **named)
 
 
-@pytest.mark.parametrize(("loss_type", "replicas"), [("dapo", 2), ("dapo", 3), ("grpo", 3)])
+@pytest.mark.parametrize(
+    ("loss_type", "replicas"),
+    [("dapo", 2), ("dapo", 3), *((name, 3) for name in ("grpo", "dr_grpo", "sapo", "cispo", "luspo"))],
+)
 def test_grpo(compare: Any, loss_type: str, replicas: int) -> None:
     compare(partial(grpo, loss_type=loss_type), trl.GRPOTrainer, replicas=replicas, unlike=("step_time",))
 

@@ -48,6 +48,13 @@ _COMPARING_LOSSES = frozenset(
 )
 """Losses of sentence-transformers 6.2 whose value for a row depends on the other rows of the batch."""
 _RENAMED = {"max_seq_length": "max_length"}  # of TRL
+_LOSS_TYPES_OF_BATCHES = {
+    "aot": "compares the sorted pairs of a batch",
+    "aot_unpaired": "compares the sorted answers of a batch",
+    "sft": "averages the tokens of a batch, beside means over its rows",
+    "bnpo": "averages the tokens of a batch",
+}
+"""Values of ``loss_type`` in DPOConfig and GRPOConfig of TRL 1.16."""
 _BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 _CALLS = (
@@ -60,8 +67,16 @@ argument of each came with 4.46 or 4.47, so overrides of 2024 lack it.
 """
 
 
-def check_arguments(args: TrainingArguments, *, workers: int) -> None:
-    """Raises a ConfigError that names the first argument that does not work on replicas of so many workers."""
+def check_arguments(args: TrainingArguments, *, workers: int, replicas: int) -> None:
+    """Raises a ConfigError that names the first argument that does not work on so many replicas and workers."""
+    loss_types = getattr(args, "loss_type", None) or ()
+    for name in [loss_types] if isinstance(loss_types, str) else loss_types:
+        if replicas > 1 and name in _LOSS_TYPES_OF_BATCHES:
+            raise ConfigError(
+                f"the Trainer of lockstep got loss_type={name!r}, which {_LOSS_TYPES_OF_BATCHES[name]}, and a replica "
+                "has some of them: its numbers would be those of smaller batches; choose another loss_type (of GRPO "
+                "'dapo', of DPO 'sigmoid'), or use one replica"
+            )
     for name, why in (_REFUSED | (_REFUSED_OF_WORKERS if workers > 1 else {})).items():
         if value := getattr(args, name, None):
             raise ConfigError(

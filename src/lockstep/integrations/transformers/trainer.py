@@ -98,7 +98,8 @@ class Trainer(transformers.Trainer):
 
     def _begin(self, args: TrainingArguments) -> None:
         """What depends on the arguments: before the client's class sees them, or once it has made its own."""
-        arguments.check_arguments(args, workers=self._workers.size)
+        replicas = self.strategy.num_replicas_in_sync
+        arguments.check_arguments(args, workers=self._workers.size, replicas=replicas)
         self._one_process = arguments.OneProcess(args, self.strategy)
         self._one_process.widen()
         sync.begin_random_numbers(self.strategy, args.seed)
