@@ -13,6 +13,7 @@ from datasets import Dataset
 from sentence_transformers.sentence_transformer import losses, modules
 from tests.clients.training import SETTINGS, sentence, tokenizer
 from tests.clients.training import compare as compare
+from tests.clients.training import own_storage as own_storage
 from tests.conftest import MakeStrategy
 
 from lockstep.errors import ConfigError
@@ -80,6 +81,10 @@ def test_it_equals_one_device(compare: Any, name: str, replicas: int) -> None:
     if name == "softmax":  # the loss has weights, which the optimizer trains too
         weights = [run.trainer.loss.classifier.weight for run in (both.ours, both.theirs)]
         torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_with_weights_that_are_each_replica_s(compare: Any, own_storage: None) -> None:
+    compare(maker("softmax"), BASE, replicas=2)
 
 
 @pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "CoSENTLoss", "CachedMultipleNegativesRankingLoss"])

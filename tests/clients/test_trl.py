@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,6 +16,7 @@ import trl
 from datasets import Dataset
 from tests.clients.training import SETTINGS, llama, sentence, tokenizer
 from tests.clients.training import compare as compare
+from tests.clients.training import own_storage as own_storage
 from tests.conftest import MakeStrategy
 
 from lockstep.errors import ConfigError
@@ -33,6 +36,22 @@ def sft(base: type, args: dict[str, Any], **named: Any) -> Any:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_sft(compare: Any, replicas: int) -> None:
     compare(sft, trl.SFTTrainer, replicas=replicas)
+
+
+def spread(prediction: Any) -> dict[str, float]:
+    """A number that depends on every logit, and its place."""
+    logits = prediction.predictions[prediction.label_ids >= 0]
+    return {"spread": float((logits * np.arange(logits.size).reshape(logits.shape)).mean())}
+
+
+def sft_with_logits(base: type, args: dict[str, Any], **named: Any) -> Any:
+    """Its evaluation calls the forward that TRL has wrapped in another."""
+    return sft(base, args, compute_metrics=spread, **named)
+
+
+def test_sft_with_metrics_of_logits(compare: Any) -> None:
+    both = compare(sft_with_logits, trl.SFTTrainer, replicas=3)
+    assert "eval_spread" in both.ours.logs[-2]
 
 
 def packed(base: type, args: dict[str, Any], **named: Any) -> Any:
@@ -97,6 +116,11 @@ def test_losses_of_dpo_over_the_batch_are_refused(make_strategy: MakeStrategy, t
     args = {**SETTINGS, "output_dir": tmp_path}
     with pytest.raises(ConfigError, match=rf"loss_type='{loss_type}', which .* of a batch.*use one replica"):
         dpo(distribute(trl.DPOTrainer), args, settings={"loss_type": [loss_type]}, strategy=make_strategy(2))
+
+
+def test_dpo_with_weights_in_each_replica_and_a_reference_that_follows(compare: Any, own_storage: None) -> None:
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    compare(partial(dpo, settings=settings), trl.DPOTrainer, replicas=3)
 
 
 def reward(base: type, args: dict[str, Any], **named: Any) -> Any:
@@ -181,3 +205,25 @@ def test_a_training_that_is_resumed_has_the_same_bits(make_strategy: MakeStrateg
         # Not all logs: TRL counts the tokens anew.
         states.append((trainer.state.log_history[-3]["loss"], trainer.fingerprint()))
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "advice"),
+    [(trl.SFTConfig, "max_seq_length", "write max_length="), (trl.DPOConfig, "max_prompt_length", "leave it out: ")],
+)
+def test_a_note_says_what_replaces_an_argument_of_an_older_trl(
+    capsys: pytest.CaptureFixture[str], config: Any, name: str, advice: str
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        config("out", **{name: 1})
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    assert f"{name} is of an older TRL; {advice}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("tokenizer", "processing_class=tokenizer"), ("max_seq_length", "SFTConfig; .* as max_length=")],
+)
+def test_an_argument_of_2024_of_a_trainer_is_answered(tmp_path: Any, name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"got {name}=, which .*{advice}"):
+        distribute(trl.SFTTrainer)(llama(), trl.SFTConfig(str(tmp_path), use_cpu=True), **{name: 1})

@@ -89,6 +89,14 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.fixture
+def own_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas have weights of their own, as on several GPUs."""
+    for module in ("registry", "module.module"):
+        path = f"lockstep.mirroring.{module}.storage_groups"
+        monkeypatch.setattr(path, lambda devices: tuple((replica,) for replica in range(len(devices))))
+
+
+@pytest.fixture
 def compare(make_strategy: MakeStrategy) -> Callable[..., SimpleNamespace]:
     """Trains a client's class on one device and what ``distribute`` makes of it on replicas, and compares."""
     from lockstep.integrations.transformers import distribute

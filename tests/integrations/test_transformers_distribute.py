@@ -82,7 +82,7 @@ def compared(tiny: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_a_subclass_computes_and_logs_is_that_of_one_device(
-    tiny: Any, make_strategy: MakeStrategy, replicas: int
+    tiny: Any, make_strategy: MakeStrategy, layout: str, replicas: int
 ) -> None:
     task = compared(tiny)
     theirs = tiny.train(task, Compared)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -269,6 +270,8 @@ def _merged(values: Sequence[Any], rows: Sequence[int]) -> Any:
             if all(key in other for other in others):
                 first[key] = _merged([first[key], *(other[key] for other in others)], rows)
     elif isinstance(first, (list, deque)) and all(len(other) == len(first) for other in others):
+        if all(all(map(is_, first, other)) for other in others):  # 20 ms of a million items, 50 in the loop below
+            return first
         for index, column in enumerate(zip(*values, strict=True)):
             if any(item is not column[0] for item in column):
                 first[index] = _merged(column, rows)

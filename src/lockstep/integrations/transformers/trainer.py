@@ -168,6 +168,7 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it; all get the chief's metrics."""
         self._devices_seen.establish()
+        self._copy_reference()
         count_examples(named["dataloader"] if "dataloader" in named else args[0], self.strategy.num_replicas_in_sync)
         output = super().evaluation_loop(*args, **named)
         metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
@@ -283,6 +284,7 @@ class Trainer(transformers.Trainer):
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         if isinstance(inputs, list):
             self._mirrored_module.module.train()
+        self._copy_reference()
         inputs = self._prepared_once(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
@@ -429,6 +431,14 @@ class Trainer(transformers.Trainer):
         if self._is_prepared and share.uses_items and loss is not None:  # of the whole batch: a part of a sum
             return sharding.Prediction(shard.rows, shard.count, loss.mul(shard.total / shard.count), *outputs)
         return sharding.Prediction(shard.rows, share.weight, loss, *outputs)
+
+    def _copy_reference(self) -> None:
+        """Copies a reference model that TRL's callback has brought nearer to the model since the last step."""
+        # It writes to .data, which changes no version of a weight, so that the copies would not follow.
+        every = getattr(self.args, "sync_ref_model", False) and getattr(self.args, "ref_model_sync_steps", 0)
+        if every and self.state.global_step % every == 0:
+            for mirrored in mirrored_modules(self._other_mirrored):
+                mirrored.load_state_dict(mirrored.module.state_dict())
 
     def _prepared_once(self, inputs: Any) -> Any:
         """Batches that are lists of examples become the model's inputs here, for all replicas at once.
