@@ -10,7 +10,9 @@ import sentence_transformers
 import torch
 import transformers
 from datasets import Dataset
+from sentence_transformers import cross_encoder
 from sentence_transformers.sentence_transformer import losses, modules
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from tests.clients.training import SETTINGS, sentence, tokenizer
 from tests.clients.training import compare as compare
 from tests.clients.training import own_storage as own_storage
@@ -81,6 +83,35 @@ def test_it_equals_one_device(compare: Any, name: str, replicas: int) -> None:
     if name == "softmax":  # the loss has weights, which the optimizer trains too
         weights = [run.trainer.loss.classifier.weight for run in (both.ours, both.theirs)]
         torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+def scoring(base: type, args: dict[str, Any], **named: Any) -> Any:
+    """With an evaluator, which encodes texts outside replicas."""
+    trainer = maker("cosine")(base, args, **named)
+    texts = rows(19, salt=1)
+    trainer.evaluator = EmbeddingSimilarityEvaluator(texts["one"], texts["two"], texts["label"])
+    return trainer
+
+
+def test_an_evaluator_has_the_trained_model(compare: Any) -> None:
+    both = compare(scoring, BASE, replicas=3)
+    assert "eval_spearman_cosine" in both.ours.logs[-2]
+
+
+def pair_encoder(base: type, args: dict[str, Any], **named: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=32, num_labels=1, **SIZES, **NO_DROPOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.BertForSequenceClassification(config).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        model = cross_encoder.CrossEncoder(folder, device="cpu")
+    config = cross_encoder.CrossEncoderTrainingArguments(**args, eval_strategy="epoch")
+    loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
+    return base(model, config, rows(12 * 7 + 5), rows(19, salt=1), loss, **named)
+
+
+def test_the_trainer_of_cross_encoders(compare: Any) -> None:
+    compare(pair_encoder, cross_encoder.CrossEncoderTrainer, replicas=3)
 
 
 def test_a_loss_with_weights_that_are_each_replica_s(compare: Any, own_storage: None) -> None:

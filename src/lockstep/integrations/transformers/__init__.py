@@ -1,7 +1,7 @@
 """The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
 
     trainer              the Trainer: begin here
-    distribute           the same of any other subclass of transformers' Trainer
+    trainer_classes      distribute: the same of any other subclass of transformers' Trainer
     replica_view         what the methods of a Trainer see as their Trainer in a replica
     sharding             divides a collated batch, and joins outputs
     loss_normalization   weighs the loss of each shard, and checks that it may be
@@ -17,7 +17,7 @@ from lockstep.extras import require
 require("transformers", "transformers")
 require("accelerate", "transformers")
 
-from lockstep.integrations.transformers.distribute import distribute  # noqa: E402  after the checks above
-from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402
+from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402  after the checks above
+from lockstep.integrations.transformers.trainer_classes import distribute  # noqa: E402
 
 __all__ = ["Trainer", "distribute"]

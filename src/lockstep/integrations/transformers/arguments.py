@@ -102,6 +102,14 @@ def arguments_in(positional: Sequence[Any], named: Mapping[str, Any]) -> Trainin
     return next((value for value in candidates if isinstance(value, TrainingArguments)), None)
 
 
+def signature_with_strategy(trainer_class: type[transformers.Trainer]) -> inspect.Signature:
+    """The signature of a class of Trainers, with ``strategy=`` as its last parameter."""
+    parameters = list(inspect.signature(trainer_class).parameters.values())
+    named = [parameter for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return inspect.Signature([*named, strategy, *parameters[len(named) :]])
+
+
 def check_program(
     trainer: transformers.Trainer,
     signature: inspect.Signature,

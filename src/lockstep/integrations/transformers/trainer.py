@@ -63,16 +63,18 @@ from lockstep.train.callbacks.progress import write_fingerprint
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` on all replicas of a strategy, with the numbers of one device.
 
+    ``distribute`` puts it before another subclass of transformers' Trainer, whose methods are then its ``super()``.
+
     Args:
-        model: as in transformers.
-        args: as in transformers. ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica.
-            The Trainer changes them: ``n_gpu`` becomes the number of replicas.
-        *positional: as in transformers.
+        *positional: as in transformers. Of ``args``, ``per_device_train_batch_size`` and
+            ``per_device_eval_batch_size`` are per replica. The Trainer changes them: ``n_gpu`` becomes the number of
+            replicas.
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
     """
 
+    __signature__ = arguments.signature_with_strategy(transformers.Trainer)
     _one_process: arguments.OneProcess | None = None
 
     def __init__(self, *positional: Any, strategy: Strategy | None = None, **named: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
 import transformers
 
+from lockstep.integrations.transformers.arguments import signature_with_strategy
 from lockstep.integrations.transformers.trainer import Trainer
 
 C = TypeVar("C", bound=transformers.Trainer)
@@ -45,13 +45,10 @@ def _distributed(trainer_class: Any) -> Any:
         return trainer_class
     if trainer_class is transformers.Trainer:
         return Trainer
-    parameters = list(inspect.signature(trainer_class).parameters.values())
-    strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
-    place = len([one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD])
     members = {
         "__module__": __name__,
         "__doc__": f"``{trainer_class.__name__}`` on all replicas of a strategy, made by ``distribute``.",
-        "__signature__": inspect.Signature([*parameters[:place], strategy, *parameters[place:]]),
+        "__signature__": signature_with_strategy(trainer_class),
     }
     # Trainer first: its training_step divides the batch, and calls that of trainer_class in each replica.
     return type(trainer_class.__name__, (Trainer, trainer_class), members)
