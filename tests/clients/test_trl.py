@@ -160,10 +160,10 @@ def many_letters(completions: list[str], **_: Any) -> list[float]:
     return [sum(ord(letter) % 7 for letter in text) / 50 for text in completions]
 
 
-def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", **named: Any) -> Any:
+def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", settings: Any = None, **named: Any) -> Any:
     prompts = Dataset.from_list([{"prompt": sentence(index)} for index in range(48)])
     more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "loss_type": loss_type}
-    config = trl.GRPOConfig(**args, **more, bf16=False, eval_strategy="epoch")
+    config = trl.GRPOConfig(**args, **more, **(settings or {}), bf16=False, eval_strategy="epoch")
     folder = f"{config.output_dir}/model"  # where the reference model is read from
     llama().save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -176,6 +176,12 @@ def grpo(base: type, args: dict[str, Any], *, loss_type: str = "dapo", **named: 
 )
 def test_grpo(compare: Any, loss_type: str, replicas: int) -> None:
     compare(partial(grpo, loss_type=loss_type), trl.GRPOTrainer, replicas=replicas, unlike=("step_time",))
+
+
+def test_grpo_of_completions_that_several_steps_use(compare: Any) -> None:
+    """A generation has the prompts of the steps that use it, of all replicas."""
+    settings = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
+    compare(partial(grpo, settings=settings), trl.GRPOTrainer, replicas=3, unlike=("step_time",))
 
 
 def lora() -> peft.LoraConfig:
