@@ -81,6 +81,9 @@ $(CLIENTS_VENV)/.installed: tests/clients/requirements.txt pyproject.toml constr
 	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $< \
 	    -e '.[train,transformers]' datasets peft pytest pytest-timeout pytest-xdist
+	@# torchvision for CUDA does not import beside torch for CPUs, and transformers, which finds it installed, neither.
+	@$(CLIENTS_VENV)/bin/python -c "import torchvision" 2>/dev/null || \
+	    $(CLIENTS_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 # For the tests of the program of examples/published that needs it: 45 MB, seconds. Its package asks for TensorFlow,

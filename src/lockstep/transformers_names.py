@@ -1,4 +1,4 @@
-"""Arguments of transformers 4's ``TrainingArguments`` that transformers 5 lacks, and what to write instead."""
+"""Arguments of 2024 that transformers 5 and TRL lack, in ``TrainingArguments`` and the like, and what to write now."""
 
 from __future__ import annotations
 
@@ -17,20 +17,32 @@ TRAINING_ARGUMENTS: Mapping[str, str] = {
     "overwrite_output_dir": "leave it out",
     "save_safetensors": "leave it out",
 }
-_UNKNOWN = re.compile(r"TrainingArguments\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+TRL_ARGUMENTS: Mapping[str, str] = {
+    "max_seq_length": "write max_length=",
+    "max_prompt_length": "leave it out: max_length is that of prompt and completion together",
+    "max_target_length": "leave it out: max_length is that of prompt and completion together",
+    "dataset_batch_size": "leave it out",
+    "generate_during_eval": "leave it out; trl.LogCompletionsCallback generates texts in evaluations",
+    "rpo_alpha": "write loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha]",
+}
+_UNKNOWN = re.compile(
+    r"(?:TrainingArguments|(?:SFT|DPO|KTO|GRPO|Reward)Config)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+)
 
 
 def note_of(error: BaseException) -> str | None:
-    """What to write in place of the arguments that ``TrainingArguments`` refuses; None for any other error.
+    """What to write in place of the arguments that such a class refuses; None for any other error.
 
     Python's message names the first of them alone. The others of the same call follow it, a line each.
     """
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
-    if unknown is None or unknown[1] not in TRAINING_ARGUMENTS:
+    answers = {name: f"{name} is of transformers 4; {advice}" for name, advice in TRAINING_ARGUMENTS.items()}
+    if unknown is not None and "Config." in unknown[0]:
+        answers |= {name: f"{name} is of an older TRL; {advice}" for name, advice in TRL_ARGUMENTS.items()}
+    if unknown is None or unknown[1] not in answers:
         return None
     refused, passed = unknown[1], _names_in_call(error.__traceback__, unknown[1])
-    names = [refused, *(name for name in TRAINING_ARGUMENTS if name in passed and name != refused)]
-    return "\n".join(f"{name} is of transformers 4; {TRAINING_ARGUMENTS[name]}" for name in names)
+    return "\n".join(answers[name] for name in [refused, *(name for name in answers if name in passed - {refused})])
 
 
 def _names_in_call(traceback: TracebackType | None, name: str) -> set[object]:

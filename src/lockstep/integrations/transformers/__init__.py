@@ -1,6 +1,8 @@
 """The Transformers ``Trainer`` on the replicas of a strategy: the same arguments, the same numbers, N devices.
 
     trainer              the Trainer: begin here
+    trainer_classes      distribute: the same of any other subclass of transformers' Trainer
+    replica_view         what the methods of a Trainer see as their Trainer in a replica
     sharding             divides a collated batch, and joins outputs
     loss_normalization   weighs the loss of each shard, and checks that it may be
     examples             counts the examples of batches whose rows are not one an example
@@ -16,5 +18,6 @@ require("transformers", "transformers")
 require("accelerate", "transformers")
 
 from lockstep.integrations.transformers.trainer import Trainer  # noqa: E402  after the checks above
+from lockstep.integrations.transformers.trainer_classes import distribute  # noqa: E402
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "distribute"]

@@ -8,7 +8,7 @@ accelerate sees no distribution; otherwise it would shard, gather and wrap by it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from torch import nn
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
@@ -36,6 +37,25 @@ _REFUSED_OF_WORKERS = {
     "save_on_each_node": "has all workers write, and here the chief alone does",
     "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
 }
+_COMPARING_LOSSES = frozenset(
+    [
+        *("AnglELoss", "CoSENTLoss", "OnlineContrastiveLoss", "MegaBatchMarginLoss", "GISTEmbedLoss"),
+        *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss", "CachedGISTEmbedLoss"),
+        *("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"),
+        *("CachedMultipleNegativesRankingLoss", "ContrastiveTensionLossInBatchNegatives"),
+        *("GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
+    ]
+)
+"""Losses of sentence-transformers 6.2 whose value for a row depends on the other rows of the batch."""
+_RENAMED = {"max_seq_length": "max_length"}  # of TRL
+_LOSS_TYPES_OF_BATCHES = {
+    "aot": "compares the sorted pairs of a batch",
+    "aot_unpaired": "compares the sorted answers of a batch",
+    "sft": "averages the tokens of a batch, beside means over its rows",
+    "bnpo": "averages the tokens of a batch",
+}
+"""Values of ``loss_type`` in DPOConfig and GRPOConfig of TRL 1.16."""
+_BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 _CALLS = (
     ("compute_loss", ("model", "inputs"), ("num_items_in_batch",)),
@@ -47,8 +67,16 @@ argument of each came with 4.46 or 4.47, so overrides of 2024 lack it.
 """
 
 
-def check_arguments(args: TrainingArguments, *, workers: int) -> None:
-    """Raises a ConfigError that names the first argument that does not work on replicas of so many workers."""
+def check_arguments(args: TrainingArguments, *, workers: int, replicas: int) -> None:
+    """Raises a ConfigError that names the first argument that does not work on so many replicas and workers."""
+    loss_types = getattr(args, "loss_type", None) or ()
+    for name in [loss_types] if isinstance(loss_types, str) else loss_types:
+        if replicas > 1 and name in _LOSS_TYPES_OF_BATCHES:
+            raise ConfigError(
+                f"the Trainer of lockstep got loss_type={name!r}, which {_LOSS_TYPES_OF_BATCHES[name]}, and a replica "
+                "has some of them: its numbers would be those of smaller batches; choose another loss_type (of GRPO "
+                "'dapo', of DPO 'sigmoid'), or use one replica"
+            )
     for name, why in (_REFUSED | (_REFUSED_OF_WORKERS if workers > 1 else {})).items():
         if value := getattr(args, name, None):
             raise ConfigError(
@@ -67,26 +95,53 @@ def check_arguments(args: TrainingArguments, *, workers: int) -> None:
         )
 
 
-def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None:
+def arguments_in(positional: Sequence[Any], named: Mapping[str, Any]) -> TrainingArguments | None:
+    """The TrainingArguments among the arguments of a Trainer, by name or at any place; None if there are none."""
+    # By type: DPOTrainer(model, ref_model, args), GRPOTrainer(model, reward_funcs, args).
+    candidates = (named.get("args"), *positional)
+    return next((value for value in candidates if isinstance(value, TrainingArguments)), None)
+
+
+def signature_with_strategy(trainer_class: type[transformers.Trainer]) -> inspect.Signature:
+    """The signature of a class of Trainers, with ``strategy=`` as its last parameter."""
+    parameters = list(inspect.signature(trainer_class).parameters.values())
+    named = [parameter for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    strategy = inspect.Parameter("strategy", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return inspect.Signature([*named, strategy, *parameters[len(named) :]])
+
+
+def check_program(
+    trainer: transformers.Trainer,
+    signature: inspect.Signature,
+    names: Collection[str],
+    args: TrainingArguments | None,
+) -> None:
     """Raises a ConfigError about what transformers 5 no longer calls as a program written for transformers 4 expects.
 
     Args:
         trainer: its class may override methods of transformers' Trainer.
+        signature: that of the constructor which gets the arguments.
         names: of the keyword arguments that it got.
+        args: its TrainingArguments.
     """
-    if "tokenizer" in names:
-        raise ConfigError(
-            "the Trainer of lockstep got tokenizer=, which transformers 5 calls processing_class; write "
-            "processing_class=tokenizer"
-        )
+    accepted = signature.parameters.values()
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted)
+    for name in () if open_ended else [name for name in names if name not in signature.parameters]:
+        if name == "tokenizer":
+            advice = "is called processing_class since transformers 5; write processing_class=tokenizer"
+        elif args is not None and hasattr(args, _RENAMED.get(name, name)):
+            advice = f"is an argument of {type(args).__name__}; write it there, as {_RENAMED.get(name, name)}="
+        else:
+            continue  # Python names it
+        raise ConfigError(f"the Trainer of lockstep got {name}=, which {advice}")
     for method, positional, keywords in _CALLS:
         # Not that of a wrapped function: the wrapper is what transformers calls.
-        signature = inspect.signature(getattr(trainer, method), follow_wrapped=False)
+        override = inspect.signature(getattr(trainer, method), follow_wrapped=False)
         try:
-            signature.bind(*positional, **dict.fromkeys(keywords))
+            override.bind(*positional, **dict.fromkeys(keywords))
         except TypeError:
             raise ConfigError(
-                f"{type(trainer).__name__}.{method}{signature} cannot be called as transformers 5 does, with "
+                f"{type(trainer).__name__}.{method}{override} cannot be called as transformers 5 does, with "
                 f"{', '.join(positional + keywords)}; add {(positional + keywords)[-1]}=None as its last parameter"
             ) from None
 
@@ -99,6 +154,18 @@ def check_model(model: Any) -> None:
             f"the model is spread over {', '.join(sorted(places))} by its device_map, and every replica needs all of "
             "it on its own device; load it without device_map"
         )
+
+
+def check_losses(modules: Iterable[nn.Module]) -> None:
+    """Raises a ConfigError if one of a Trainer's other modules, or a part of one, is a loss that compares rows."""
+    for part in (part for module in modules for part in module.modules()):
+        name = next((kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMPARING_LOSSES), None)
+        if name is not None:
+            raise ConfigError(
+                f"the Trainer of lockstep got the loss {name}, which compares the rows of a batch, and a replica has "
+                "some of them: its numbers would be those of smaller batches; choose a loss that is a mean over rows, "
+                "such as CosineSimilarityLoss, ContrastiveLoss or TripletLoss, or use one replica"
+            )
 
 
 def chosen_strategy(strategy: Strategy | None, *, on_cpu: bool) -> Strategy:
@@ -134,12 +201,14 @@ class OneProcess:
         self._index = strategy.workers.index
         self._device = strategy.devices[0].torch_device
         self._accelerator: dict[str, Any] = {}
+        self._is_wide = False
         args.n_gpu  # noqa: B018  the first access sets everything up, which must not happen later
+        scale_generation_batch(args, self._replicas)
         self.establish()
 
     def establish(self) -> None:
         """Sets the state, or sets it again: making other TrainingArguments resets it from the environment."""
-        self._args._n_gpu = self._replicas
+        self._args._n_gpu = 1 if self._is_wide else self._replicas
         self._args.__dict__["_setup_devices"] = self._device
         state = object.__new__(PartialState)  # one that does not share accelerate's global state
         state.__dict__ = _state(self._device, index=self._index)
@@ -149,6 +218,36 @@ class OneProcess:
             PartialState._shared_state.update(_state(self._device, index=0))
             AcceleratorState._shared_state.update(self._accelerator)
 
+    @contextmanager
+    def as_wide_device(self) -> Iterator[None]:
+        """A block in which ``args`` show one device, whose batches are those of all replicas.
+
+        For the constructor and methods that prepare data: TRL refuses several GPUs, and KTO pairs completions within
+        batches of per_device_train_batch_size.
+        """
+        if self._is_wide:
+            yield
+            return
+        self.widen()
+        try:
+            yield
+        finally:
+            self.narrow()
+
+    def widen(self) -> None:
+        """Begins such a block."""
+        self._is_wide = True
+        self._args._n_gpu = 1
+        for name in _BATCH_SIZES:
+            setattr(self._args, name, getattr(self._args, name) * self._replicas)
+
+    def narrow(self) -> None:
+        """Ends it."""
+        self._is_wide = False
+        self._args._n_gpu = self._replicas
+        for name in _BATCH_SIZES:
+            setattr(self._args, name, getattr(self._args, name) // self._replicas)
+
     def keep(self) -> None:
         """Keeps accelerate's state once there is an Accelerator."""
         self._accelerator = dict(AcceleratorState._shared_state)
@@ -157,6 +256,14 @@ class OneProcess:
         process, accelerator = PartialState._shared_state, AcceleratorState._shared_state
         alone = process.get("distributed_type") is DistributedType.NO and process.get("device") == self._device
         return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
+
+
+def scale_generation_batch(args: TrainingArguments, replicas: int) -> None:
+    """Has GRPO generate for the batches of all replicas: its arguments count those of one process."""
+    config: Any = args
+    steps = getattr(config, "steps_per_generation", None)
+    if steps and config.generation_batch_size == config.per_device_train_batch_size * steps:
+        config.generation_batch_size *= replicas
 
 
 def seen_as_one_device(args: TrainingArguments) -> AbstractContextManager[None]:

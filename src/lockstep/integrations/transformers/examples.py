@@ -215,12 +215,28 @@ def _adds_up(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bo
 def _is_flat(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any] | None]) -> bool:
     """Whether parts of one row, behind each other, are the batch of one row, in its tensors of tokens."""
     rows = [part for part in parts if part is not None]
-    wide = [key for key, value in batch.items() if isinstance(value, Tensor) and value.ndim > 1 and len(value) == 1]
+    wide = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.ndim > 1}
+    wide = {key: value for key, value in wide.items() if len(value) == 1}
     return bool(wide) and all(
         all(isinstance(part.get(key), Tensor) and len(part[key]) == 1 for part in rows)
-        and torch.equal(torch.cat([part[key] for part in rows], dim=1), batch[key])
-        for key in wide
+        and _continues(value, [part[key] for part in rows])
+        for key, value in wide.items()
     )
+
+
+def _continues(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the parts, behind each other, are the whole, but that each may count from 0 (DataCollator's seq_idx)."""
+    widths = [part.shape[1] for part in parts]
+    if sum(widths) != whole.shape[1]:
+        return False
+    pieces = zip(torch.split(whole, widths, dim=1), parts, strict=True)
+    return all(piece.shape == part.shape and _is_shifted(piece, part) for piece, part in pieces)
+
+
+def _is_shifted(piece: Tensor, part: Tensor) -> bool:
+    if torch.equal(piece, part) or piece.is_floating_point() or piece.dtype == torch.bool:
+        return torch.equal(piece, part)
+    return bool((piece - part == (piece - part).flatten()[:1]).all())
 
 
 def joined(values: Sequence[Tensor], sizes: Sequence[int], division: Division | None) -> Tensor:

@@ -71,9 +71,16 @@ class Share:
         return self._items
 
     @property
+    def uses_items(self) -> bool:
+        """Whether the loss has been divided by the number of items."""
+        return self._items is not None and self._items.is_used
+
+    @property
     def factor(self) -> float:
         """The factor of the shard's loss, if the number of items is that of the whole batch."""
-        return 1.0 if self._items is not None and self._items.is_used else self._count / self._total
+        if not self._count:
+            return 0.0
+        return 1.0 if self.uses_items else self._count / self._total
 
     @property
     def weight(self) -> float:
@@ -97,6 +104,12 @@ def weighing(share: Share) -> Iterator[Share]:
 def current_share() -> Share | None:
     """The share of the shard whose loss is being computed; None outside ``weighing``."""
     return _share.get()
+
+
+def is_left_out() -> bool:
+    """Whether the loss that this thread computes is that of no row or token: it may be 0 / 0."""
+    share = _share.get()
+    return share is not None and share.factor == 0.0
 
 
 def weighted(loss: Tensor) -> Tensor:
@@ -238,7 +251,7 @@ def loss_difference(
         pair = halves(shard, items=items)
         with torch.no_grad(), keeping_modes(model):
             model.eval()
-            whole = float(loss_of(copy(shard.inputs), Share(shard.count, shard.count)))
+            whole = whole_loss(loss_of, shard)
             shares = [(half, Share(half.count, half.total)) for half in pair if half.count]
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
     except FAILURES:  # the step itself will raise it
@@ -246,3 +259,8 @@ def loss_difference(
     rough = any(parameter.dtype in _LOW for parameter in model.parameters()) or torch.is_autocast_enabled("cpu")
     difference = relative_difference([whole], [[part] for part in parts] or [[0.0]])
     return (whole, sum(parts)) if (_ROUGH if rough else _EXACT) < difference < math.inf else None
+
+
+def whole_loss(loss_of: Callable[[Mapping[str, Any], Share], Tensor], shard: Shard) -> float:
+    """The loss of a shard in one part."""
+    return float(loss_of(copy(shard.inputs), Share(shard.count, shard.count)))

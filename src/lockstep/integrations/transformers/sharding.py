@@ -80,6 +80,17 @@ def divided(
     return PerReplica(shards)
 
 
+def stand_in(batch: Mapping[str, Any], list_reader: ListReader) -> Shard:
+    """What a replica without rows computes where all must call the same collectives: an example that counts nothing."""
+    plain, division = division_of(batch)
+    if division is not None:
+        inputs: Any = dict(division.parts[0] or {})
+    else:
+        rows = batch_rows(list_reader.marked(plain))
+        inputs = divided(plain, SingleWorkerCommunicator(rows), list_reader, items="rows").values[0].inputs
+    return Shard(inputs=inputs, rows=0, count=0, total=1)
+
+
 def _by_example(division: Division, workers: Communicator, *, items: Items) -> PerReplica[Shard]:
     """The shards of this worker's replicas, of a batch that was divided by example as it was collated."""
     parts = list(zip(division.parts, division.sizes, strict=True))

@@ -8,12 +8,13 @@ Everything that is not overridden here is transformers' own code, which sees one
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -36,9 +37,18 @@ from lockstep.integrations.transformers.loss_normalization import (
     LossCheck,
     Share,
     current_share,
+    is_left_out,
     loss_difference,
     weighing,
     weighted,
+    whole_loss,
+)
+from lockstep.integrations.transformers.replica_view import (
+    TrainerViews,
+    bind_forwards,
+    mirrored_modules,
+    modules_in,
+    other_modules,
 )
 from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
@@ -46,55 +56,77 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import preserving_rng, replica_of_step
+from lockstep.train.batch import keeping_modes, preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
 
 
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` on all replicas of a strategy, with the numbers of one device.
 
+    ``distribute`` puts it before another subclass of transformers' Trainer, whose methods are then its ``super()``.
+
     Args:
-        model: as in transformers.
-        args: as in transformers. ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica.
-            The Trainer changes them: ``n_gpu`` becomes the number of replicas.
-        *positional: as in transformers.
+        *positional: as in transformers. Of ``args``, ``per_device_train_batch_size`` and
+            ``per_device_eval_batch_size`` are per replica. The Trainer changes them: ``n_gpu`` becomes the number of
+            replicas.
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        *positional: Any,
-        strategy: Strategy | None = None,
-        **named: Any,
-    ) -> None:
-        arguments.check_program(self, named)
-        if args is None:
-            args = TrainingArguments(output_dir="tmp_trainer")
-        self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)
+    __signature__ = arguments.signature_with_strategy(transformers.Trainer)
+    _one_process: arguments.OneProcess | None = None
+
+    def __init__(self, *positional: Any, strategy: Strategy | None = None, **named: Any) -> None:
+        args = arguments.arguments_in(positional, named)
+        # Not that of a wrapped function: sentence-transformers' wrapper takes older names too.
+        accepted = inspect.signature(super().__init__, follow_wrapped=False)
+        arguments.check_program(self, accepted, named, args)
+        self.strategy = arguments.chosen_strategy(strategy, on_cpu=args is not None and args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
+        self._other_mirrored: dict[str, Any] = {}
         self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
-        self._holds_best = False
+        self._holds_best = self._gathers = self._is_prepared = False
         self._loss_check = LossCheck(0)
-        arguments.check_arguments(args, workers=self._workers.size)
-        arguments.check_model(model)
-        self._one_process = arguments.OneProcess(args, self.strategy)
-        sync.begin_random_numbers(self.strategy, args.seed)
-        super().__init__(model, args, *positional, **named)
+        if args is not None:
+            self._begin(args)
+        try:
+            super().__init__(*positional, **named)
+        finally:
+            if self._one_process is not None:
+                self._one_process.narrow()
         self._callbacks = self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
+
+    def _begin(self, args: TrainingArguments) -> None:
+        """What depends on the arguments: before the client's class sees them, or once it has made its own."""
+        replicas = self.strategy.num_replicas_in_sync
+        arguments.check_arguments(args, workers=self._workers.size, replicas=replicas)
+        self._one_process = arguments.OneProcess(args, self.strategy)
+        self._one_process.widen()
+        sync.begin_random_numbers(self.strategy, args.seed)
+
+    @property
+    def _devices_seen(self) -> arguments.OneProcess:
+        if self._one_process is None:
+            raise UsageError("the Trainer has no arguments yet; call super().__init__ first")
+        return self._one_process
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Returns itself: models that know their Trainer, as those of sentence-transformers do, are copied."""
+        return self
 
     def create_accelerator_and_postprocess(self) -> None:
         """The loss is weighed by its shard's share before backward."""
+        arguments.check_model(self.model)
+        if self._one_process is None:
+            self._begin(self.args)
         super().create_accelerator_and_postprocess()
-        self._one_process.keep()
+        self._devices_seen.keep()
         backward = self.accelerator.backward
         # transformers calls backward in the middle of its training_step; there is no hook between the loss and its
         # gradients.
-        self.accelerator.backward = lambda loss, **named: backward(weighted(loss), **named)
+        self.accelerator.backward = lambda loss, **named: None if is_left_out() else backward(weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Transformers sets the seed for it; so the replicas' random states are seeded again too."""
@@ -104,7 +136,7 @@ class Trainer(transformers.Trainer):
     def train(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it."""
         refuse_to_train(self._workers, "Trainer.train")
-        self._one_process.establish()
+        self._devices_seen.establish()
         sync.agree_on_arguments(self._workers, self.args)
         self._holds_best, self._callbacks.resumed_from = False, None
         self._loss_check = LossCheck(self.strategy.num_replicas_in_sync)
@@ -125,9 +157,20 @@ class Trainer(transformers.Trainer):
         things = {"model": self._mirrored_module, "optimizer": self._mirrored_optimizer, "scheduler": self.lr_scheduler}
         return fingerprint_of({**things, "position": {"step": self.state.global_step}})
 
+    def evaluate(self, *args: Any, **named: Any) -> Any:
+        """As in transformers. Every worker must call it; all get the chief's metrics."""
+        with self._devices_seen.as_wide_device():
+            return super().evaluate(*args, **named)
+
+    def predict(self, *args: Any, **named: Any) -> Any:
+        """As in transformers. Every worker must call it."""
+        with self._devices_seen.as_wide_device():
+            return super().predict(*args, **named)
+
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it; all get the chief's metrics."""
-        self._one_process.establish()
+        self._devices_seen.establish()
+        self._copy_reference()
         count_examples(named["dataloader"] if "dataloader" in named else args[0], self.strategy.num_replicas_in_sync)
         output = super().evaluation_loop(*args, **named)
         metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
@@ -165,10 +208,10 @@ class Trainer(transformers.Trainer):
             sync.load_random_numbers(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
             sync.compare_conditions(self.strategy, Path(checkpoint), self.args)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
         sync.agree_on_checkpoint(self._workers, resume_from_checkpoint)
         self._callbacks.resumed_from = Path(resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args)
 
     def _load_best_model(self) -> None:
         if self._workers.is_chief:
@@ -198,6 +241,23 @@ class Trainer(transformers.Trainer):
         for copy in self._mirrored.copies:
             if "_original_forward" not in copy.__dict__:  # set by accelerate where it handles the precision
                 self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
+        # After the model: copies of a module that holds it, such as a loss, hold its copies.
+        others = other_modules(self)
+        if self.strategy.num_replicas_in_sync > 1:
+            arguments.check_losses(module for value in others.values() for module in modules_in(value))
+        self._other_mirrored = {name: self._mirrored_in(value) for name, value in others.items()}
+        for module in (self._mirrored, *mirrored_modules(self._other_mirrored)):
+            bind_forwards(module)
+
+    def _mirrored_in(self, value: Any) -> Any:
+        """Returns a module mirrored, or a list, tuple or dict in which modules are mirrored."""
+        if isinstance(value, nn.Module):
+            return self._mirrored if value is self.model else self.strategy.mirror(value)
+        if isinstance(value, dict):
+            return {key: self._mirrored_in(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._mirrored_in(item) for item in value)
+        return value
 
     def _mirror_optimizer(self) -> None:
         optimizer = self.optimizer
@@ -222,8 +282,12 @@ class Trainer(transformers.Trainer):
             items = super()._get_num_items_in_batch(*args, **named)
         return items if share is None else share.watch(items, self._device)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        if isinstance(inputs, list):
+            self._mirrored_module.module.train()
+        self._copy_reference()
+        inputs = self._prepared_once(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
             # Before the step: what the loss averages decides how this batch is weighed already.
@@ -232,7 +296,7 @@ class Trainer(transformers.Trainer):
             shards = self._divided(inputs)
             rows = self._loss_check.rows_of_step(self.strategy, shards.values)
             with nullcontext() if rows is None else self.strategy.watched_by(rows):
-                losses = self._run(self._train_shard, (shards, num_items_in_batch))
+                losses = self._run_in_views(self._train_shard, inputs, shards, num_items_in_batch)
             if self._agrees_on_memory and self.accelerator.sync_gradients:
                 self.strategy.run(self._mirrored_optimizer.sum_gradients)
             if rows is not None:
@@ -243,6 +307,23 @@ class Trainer(transformers.Trainer):
     @property
     def _agrees_on_memory(self) -> bool:
         return bool(self.args.auto_find_batch_size) and self._workers.size > 1
+
+    def _views(self, rows: Sequence[int] | None) -> TrainerViews:
+        """The views of the local replicas, whose shards have so many rows; None for a check."""
+        devices = [device.torch_device for device in self.strategy.devices]
+        return TrainerViews(self, self._mirrored_module.copies, self._other_mirrored, devices, rows)
+
+    def _run_in_views(self, fn: Callable[..., Any], inputs: Any, shards: PerReplica[sharding.Shard], *args: Any) -> Any:
+        """Runs ``fn(view, shard, *args)`` in the replicas; what the client's methods set on ``self`` remains."""
+        views = self._views([shard.rows for shard in shards.values])
+        if self._gathers and not all(shard.rows for shard in shards.values):
+            # Trainers gather in their steps, which all replicas must do.
+            stand_in = sharding.stand_in(inputs, self._list_reader)
+            shards = PerReplica([shard if shard.rows else stand_in for shard in shards.values])
+        result = self._run(fn, (PerReplica(views.views), shards, *args))
+        views.bring_back()
+        self._gathers |= views.have_gathered
+        return result
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """``strategy.run``. With ``auto_find_batch_size`` all workers raise if one has no memory. All must call it.
@@ -263,7 +344,8 @@ class Trainer(transformers.Trainer):
         """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
         differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
         for items in self._loss_check.candidates(self.model):
-            results = self._run(self._check_loss, (self._divided(inputs, items), number, items))
+            views = PerReplica(self._views(None).views)
+            results = self._run(self._check_loss, (views, self._divided(inputs, items), number, items))
             local = self.strategy.local_results(results)
             worker_differences = all_gather_object(self._workers, "the check of the loss", local)
             differences[items] = [difference for worker in worker_differences for difference in worker]
@@ -271,32 +353,44 @@ class Trainer(transformers.Trainer):
                 break
         self._loss_check.decide(differences)
 
-    def _check_loss(self, shard: sharding.Shard, number: Any, items: sharding.Items) -> tuple[float, float] | None:
+    def _check_loss(
+        self, view: Self, shard: sharding.Shard, number: Any, items: sharding.Items
+    ) -> tuple[float, float] | None:
         """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
         def loss_of(inputs: Any, share: Share) -> Tensor:
-            with weighing(share), self.compute_loss_context_manager():
+            with weighing(share), view.compute_loss_context_manager():
                 count = share.watch(number, self._device)
-                loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=count)
+                loss: Any = view.compute_loss(copy, view._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
         # The step after the check draws the numbers that it would have drawn without it.
         with preserving_rng(replica_of_step()):
-            return loss_difference(loss_of, shard, copy, items=items)
+            difference = loss_difference(loss_of, shard, copy, items=items)
+            if difference is None or not view.accelerator.has_gathered:
+                return difference
+            # A loss that uses what it gathers, as that of KTO does, is that of the whole batch.
+            view.accelerator.offset = 1.0
+            with torch.no_grad(), keeping_modes(copy):
+                copy.eval()
+                return difference if whole_loss(loss_of, shard) == difference[0] else None
 
-    def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
+    def _train_shard(self, view: Self, shard: sharding.Shard, items: Any) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        if shard.count:
+        if shard.count or self._gathers:
             sends = nullcontext() if self._sums_in_step else self._mirrored_module.no_sync()
             with (
                 sends,
                 weighing(Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
             ):
-                loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
+                step = super(Trainer, view).training_step
+                part = step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
+                if shard.count:
+                    loss += part
         if self._sums_in_step:
             self._mirrored_optimizer.sum_gradients()
         return loss
@@ -315,23 +409,63 @@ class Trainer(transformers.Trainer):
         return self._mirrored_optimizer.clip_sums(self.args.max_grad_norm)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        inputs = self._prepared_once(inputs)
         _, division = division_of(inputs)
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
-            parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
+            shards = self._divided(inputs)
+            parts = self._run_in_views(self._predict_shard, inputs, shards, prediction_loss_only, ignore_keys)
         return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device, division)
 
     def _predict_shard(
-        self, shard: sharding.Shard, prediction_loss_only: bool, ignore_keys: Any
+        self, view: Self, shard: sharding.Shard, prediction_loss_only: bool, ignore_keys: Any
     ) -> sharding.Prediction | None:
-        if not shard.rows:
+        if not shard.rows and not self._gathers:
             return None
         with weighing(Share(shard.count, shard.total)) as share:
-            outputs = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
-        return sharding.Prediction(shard.rows, share.weight, *outputs)
+            step = super(Trainer, view).prediction_step
+            loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        if not shard.rows:
+            return None
+        if self._is_prepared and share.uses_items and loss is not None:  # of the whole batch: a part of a sum
+            return sharding.Prediction(shard.rows, shard.count, loss.mul(shard.total / shard.count), *outputs)
+        return sharding.Prediction(shard.rows, share.weight, loss, *outputs)
+
+    def _copy_reference(self) -> None:
+        """Copies a reference model that TRL's callback has brought nearer to the model since the last step."""
+        # It writes to .data, which changes no version of a weight, so that the copies would not follow.
+        every = getattr(self.args, "sync_ref_model", False) and getattr(self.args, "ref_model_sync_steps", 0)
+        if every and self.state.global_step % every == 0:
+            for mirrored in mirrored_modules(self._other_mirrored):
+                mirrored.load_state_dict(mirrored.module.state_dict())
+
+    def _prepared_once(self, inputs: Any) -> Any:
+        """Batches that are lists of examples become the model's inputs here, for all replicas at once.
+
+        GRPO generates completions and compares their rewards in this, so that they are those of one device.
+        """
+        self._is_prepared = isinstance(inputs, list)
+        if not self._is_prepared:
+            return inputs
+        wrapped = self.model_wrapped
+        self.model_wrapped = self._mirrored_module.module
+        try:
+            with arguments.seen_as_one_device(self.args):
+                return super()._prepare_inputs(inputs)
+        finally:
+            self.model_wrapped = wrapped
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if get_replica_context() is None or not self._is_prepared:
+            return super()._prepare_inputs(inputs)
+        prepared, share = transformers.Trainer._prepare_inputs(self, inputs), current_share()
+        number = prepared.get("num_items_in_batch")
+        if share is None or not isinstance(number, Tensor):
+            return prepared
+        return {**prepared, "num_items_in_batch": share.watch(number, self._device)}
 
     def _prepare_input(self, data: Any) -> Any:
         if get_replica_context() is None:
