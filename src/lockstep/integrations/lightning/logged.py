@@ -33,9 +33,16 @@ class Logged:
     @property
     def assumed(self) -> str:
         """The rule of the value as long as no other is known."""
-        reduction = self.options.get("reduce_fx", "mean")
-        name = str(getattr(reduction, "__name__", reduction)).lower()
+        name = str(self.options.get("reduce_fx", "mean")).lower()
         return FIRST_RULES.get("mean" if name == "avg" else name, "rows")
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.value, (Tensor, int, float))
+
+    def sent(self) -> dict[str, Any]:
+        """The same for another worker, which has a metric of its own."""
+        return {**vars(self), "value": self.value if self.is_number else None}
 
     def part(self, rows: int) -> Part:
         """The value as the part of a shard of so many rows."""
@@ -56,6 +63,11 @@ class Recorder:
         """Notes a value, with the arguments of Lightning's own method."""
         times = sum(other == name for other, _ in self.calls)
         count = self.count_of(value) if isinstance(value, Tensor) else None
+        # Without functions, which other workers do not read: what they would do is done here.
+        for option in ("sync_dist", "sync_dist_fn", "sync_dist_group"):
+            options.pop(option, None)
+        reduction = options.get("reduce_fx", "mean")
+        options["reduce_fx"] = str(getattr(reduction, "__name__", reduction))
         self.calls[name, times] = Logged(hook=hook, name=name, value=value, count=count, options=options)
 
     def reset(self, *_: Any, **__: Any) -> None:
@@ -133,7 +145,9 @@ def give(
         pairs = [(shard[key], count) for shard, count in zip(calls, rows, strict=True) if key in shard]
         logged, _ = pairs[0]
         options, value = dict(logged.options), logged.value
-        if isinstance(value, (Tensor, int, float)):
+        if value is None:
+            value = trainer.lightning_module.get_submodule(options["metric_attribute"])
+        if logged.is_number:
             parts = [call.part(count) for call, count in pairs]
             value = combined(rules.get(logged.name) or candidates(parts, logged.assumed)[0], parts, device)
             if options.get("batch_size") is not None:

@@ -60,10 +60,17 @@ class Outcome:
     logged: dict[Key, Logged] = field(default_factory=dict)
     changes: dict[Place, Change] = field(default_factory=dict)
 
-    def without_graph(self) -> Outcome:
-        """The same for other workers: no gradients can go there."""
+    def sent(self) -> dict[str, Any]:
+        """The same in plain values, for other workers."""
         loss = None if self.loss is None else self.loss.detach().cpu()
-        return Outcome(rows=self.rows, output=_detached(self.output), loss=loss, count=self.count, logged=self.logged)
+        logged = [(key, call.sent()) for key, call in self.logged.items()]
+        return {"rows": self.rows, "output": self.output, "loss": loss, "count": self.count, "logged": logged}
+
+    @classmethod
+    def received(cls, values: dict[str, Any]) -> Outcome:
+        """That which another worker has sent."""
+        logged = {tuple(key): Logged(**call) for key, call in values["logged"]}
+        return cls(**{**values, "logged": logged})
 
     def parts(self) -> dict[str, Part]:
         """The numbers of the step by name: of the loss, of what was logged, and of attributes."""
@@ -71,7 +78,7 @@ class Outcome:
         if self.loss is not None:
             numbers[LOSS] = Part(value=self.loss.detach(), rows=self.rows, count=self.count)
         for logged in self.logged.values():
-            if isinstance(logged.value, (Tensor, int, float)):
+            if logged.is_number:
                 numbers.setdefault(logged.name, logged.part(self.rows))
         for (_, name), change in self.changes.items():
             if change.kind == "number":
@@ -101,11 +108,10 @@ class Rules:
         self._runs += 1
         return self._runs.bit_count() == 1
 
-    def decide(self, comparisons: Sequence[Mapping[str, _Comparison] | None], name: str, replicas: int) -> None:
+    def decide(self, comparisons: Sequence[Mapping[str, _Comparison]], name: str, replicas: int) -> None:
         """Takes the first rule that fits in all shards; refuses a loss that follows none, and warns of others."""
-        found = [comparison for comparison in comparisons if comparison is not None]
-        for number in dict.fromkeys(number for comparison in found for number in comparison):
-            seen = [comparison[number] for comparison in found if number in comparison]
+        for number in dict.fromkeys(number for comparison in comparisons for number in comparison):
+            seen = [comparison[number] for comparison in comparisons if number in comparison]
             seen = [one for one in seen if one.fitting != (SAME,)] or seen
             fitting = [rule for rule in seen[0].fitting if all(rule in other.fitting for other in seen)]
             if not fitting:
@@ -254,7 +260,12 @@ class ModuleSteps:
         context = replica_of_step()
 
         def weigh(parts: list[tuple[int, Part | None]]) -> list[float]:
-            everyones = [part for worker in all_gather_object(context.workers, "losses", parts) for part in worker]
+            sent = [(rows, None if part is None else (part.number, part.count)) for rows, part in parts]
+            everyones = [
+                (rows, None if part is None else Part(value=part[0], rows=rows, count=part[1]))
+                for worker in all_gather_object(context.workers, "losses of a step", sent)
+                for rows, part in worker
+            ]
             losses = [part for _, part in everyones if part is not None]
             if len(losses) not in (0, sum(rows > 0 for rows, _ in everyones)):
                 raise UsageError(
@@ -300,8 +311,17 @@ class ModuleSteps:
                 changed = any(flag for (flag,) in flags)
             if not changed:
                 return {}
-            everyones = all_gather_object(workers, "what a step sets", values)
-            with_rows = [value for worker in everyones for value in worker if value[0]]
+            sent = [
+                (rows, [(place, change.kind, change.value) for place, change in items.items()])
+                for rows, items in values
+            ]
+            everyones = all_gather_object(workers, "what a step sets", sent)
+            with_rows = [
+                (rows, {tuple(place): Change(kind, value) for place, kind, value in items})
+                for worker in everyones
+                for rows, items in worker
+                if rows
+            ]
             device = self._strategy.devices[0].torch_device
             return joined_changes([changes for _, changes in with_rows], [rows for rows, _ in with_rows], rules, device)
 
@@ -356,8 +376,13 @@ class ModuleSteps:
         """Finds out how the numbers of a step are combined. Every worker must call it."""
         results = self._strategy.run(self._compare_in_replica, (name, shards, rest, reader))
         local = self._strategy.local_results(results)
-        everyones = all_gather_object(self._strategy.workers, "the comparison of a step", list(local))
-        comparisons = [comparison for worker in everyones for comparison in worker]
+        sent = [{name: (one.fitting, one.whole, one.halves) for name, one in (found or {}).items()} for found in local]
+        everyones = all_gather_object(self._strategy.workers, "the comparison of a step", sent)
+        comparisons = [
+            {name: _Comparison(tuple(fitting), whole, halves) for name, (fitting, whole, halves) in found.items()}
+            for worker in everyones
+            for found in worker
+        ]
         rules.decide(comparisons, name, self._strategy.num_replicas_in_sync)
 
     def _compare_in_replica(
@@ -404,8 +429,8 @@ class ModuleSteps:
         workers = self._strategy.workers
         if workers.is_single:
             return local
-        sent = [outcome.without_graph() for outcome in local]
-        return [outcome for worker in all_gather_object(workers, "the results of a step", sent) for outcome in worker]
+        everyones = all_gather_object(workers, "the results of a step", [outcome.sent() for outcome in local])
+        return [Outcome.received(outcome) for worker in everyones for outcome in worker]
 
     def backward(self, factor: float, optimizers: Sequence[Any], *, sums: bool) -> None:
         """Adds the gradients of the last step to those that there are. Every worker must call it.
