@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("fastai")
 
-from fastai.basics import Learner  # noqa: E402  what it needs is there
+from fastai.basics import SGD, Learner
+from fastai.callback.training import GradientAccumulation
 
-import lockstep as ls  # noqa: E402
+import lockstep as ls
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "clients" / "fastai_learner.py"
 
@@ -37,6 +38,17 @@ def test_a_divided_learner_equals_fastai_s(replicas: int) -> None:
     assert len(losses) == 48  # of 64 rows each, but for 28 in the last of an epoch
     assert others == pytest.approx(losses, abs=1e-5)
     assert values == pytest.approx(scores, abs=1e-5)
+
+
+def test_callbacks_may_change_the_loss() -> None:
+    program = runpy.run_path(str(PROGRAM))
+    expected, losses, _ = trained(program["learner"](Learner, [GradientAccumulation(128)], opt_func=SGD))
+    learn = program["learner"](program["ReplicaLearner"], [GradientAccumulation(128)], opt_func=SGD)
+    learn.strategy = ls.MirroredStrategy(replicas=2)
+    same, others, _ = trained(learn)
+    for weight, other in zip(expected.model.parameters(), same.model.parameters(), strict=True):
+        torch.testing.assert_close(other, weight, rtol=1e-6, atol=1e-6)
+    assert others == pytest.approx(losses, abs=1e-6)
 
 
 def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:

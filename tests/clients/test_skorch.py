@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("skorch")
 
-from sklearn.datasets import load_digits  # noqa: E402  what it needs is there
-from skorch import NeuralNetClassifier  # noqa: E402
+from sklearn.datasets import load_digits
+from skorch import NeuralNetClassifier
 
-import lockstep as ls  # noqa: E402
+import lockstep as ls
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "clients" / "skorch_net.py"
 

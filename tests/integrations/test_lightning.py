@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -280,8 +281,11 @@ def check_same(module: Any, expected: Any) -> None:
         assert float((weight - other).abs().max()) <= TOLERANCE * scale, name
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("name", TASKS)
+QUICK = ("plain", "accumulation", "metrics", "logs", "attributes", "ignored labels")
+
+
+@pytest.mark.parametrize("replicas", partly_slow([2, 3], 2))
+@pytest.mark.parametrize("name", partly_slow(TASKS, *(name for name in TASKS if name not in QUICK)))
 def test_equals_one_device(name: str, replicas: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*one device.*")

@@ -191,8 +191,11 @@ class ModuleSteps:
         self._factor = factor
         key = f"{name} {rest[1:]}"  # of each data loader
         rules, reader = self._rules.setdefault(key, Rules()), self._readers.setdefault(key, self._reader())
-        shards, alone = self._divided(batch, reader)
-        if self._strategy.num_replicas_in_sync > 1 and max(shard.rows for shard in shards) > 1 and rules.is_due():
+        shards, total = self._divided(batch, reader)
+        replicas = self._strategy.num_replicas_in_sync
+        alone = total < replicas  # one replica has the whole batch
+        largest = total if alone else math.ceil(total / replicas)  # of all workers, which compare together
+        if replicas > 1 and largest > 1 and rules.is_due():
             self._compare(name, shards, rest, rules, reader)
         # Without sums after it: the gradients are no one's yet.
         with self._mirrored.no_sync():
@@ -212,13 +215,13 @@ class ModuleSteps:
     def _reader(self) -> ListReader:
         return ListReader(records_are_rows=True, copies=self._strategy.workers.any_layout)
 
-    def _divided(self, batch: Any, reader: ListReader) -> tuple[PerReplica[Shard], bool]:
-        """The local shards, and whether one replica of all has the whole batch."""
+    def _divided(self, batch: Any, reader: ListReader) -> tuple[PerReplica[Shard], int]:
+        """The local shards, and the rows of the whole batch."""
         workers = self._strategy.workers
         if not workers.is_single:
             workers.add_digest(batch_digest(batch))
         if workers.num_replicas == 1:
-            return PerReplica([Shard(batch=batch, rows=1)]), True
+            return PerReplica([Shard(batch=batch, rows=1)]), 1
         rows = 0
 
         def cut(total: int) -> LocalRows:
@@ -236,7 +239,7 @@ class ModuleSteps:
         divided = local_shards(batch, cut, reader)
         sizes = cut(rows).sizes
         shards = [Shard(batch=select(divided, replica, len(sizes)), rows=size) for replica, size in enumerate(sizes)]
-        return PerReplica(shards), rows < workers.num_replicas
+        return PerReplica(shards), rows
 
     # In a replica.
 
