@@ -35,6 +35,8 @@ _FORWARDED = ("update", "compute", "reset", "forward")
 _FRAMES = 8
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _ON_ALL = frozenset(["set_dtype", "persistent"])
+ONE_OBJECT = "_lockstep_one_object"
+"""An attribute of a metric that is one object in all copies of its module, and keeps the replicas apart by itself."""
 _NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "unsync", "sync_context"])
 
 
@@ -322,7 +324,7 @@ def mirror_metric(owner: Owner, metric: Any) -> MirroredMetric:
     check_kind(metric)
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in owner.devices]
     for number, duplicate in enumerate(copies):
-        _ungroup(duplicate)
+        ungroup(duplicate)
         # What the metric has counted before is kept in one copy of the whole job
         # (test_what_was_counted_before_is_counted_once).
         if number or not owner.workers.leads:
@@ -347,7 +349,7 @@ def check_kind(metric: Any) -> None:
             )
 
 
-def _ungroup(metric: Any) -> None:
+def ungroup(metric: Any) -> None:
     """Has each metric of a collection update itself: torchmetrics shares states that are equal, maybe by chance."""
     if not hasattr(metric, "_enable_compute_groups") or isinstance(metric._enable_compute_groups, list):
         return

@@ -22,7 +22,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.local_sum import Copies, MakeExchange, Settings, has_gradients
 from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
-from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
+from lockstep.mirroring.metric import ONE_OBJECT, MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.copy_follower import CopyFollower
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -124,7 +124,8 @@ class MirroredObjects:
     def _mirror_metrics_in(self, module: nn.Module, strategy: Owner) -> None:
         for name, child in module._modules.items():
             if is_metric(child):
-                module._modules[name] = self.mirror_metric(strategy, child)  # type: ignore[arg-type]
+                if ONE_OBJECT not in vars(child):
+                    module._modules[name] = self.mirror_metric(strategy, child)  # type: ignore[arg-type]
             elif child is not None:
                 self._mirror_metrics_in(child, strategy)
 

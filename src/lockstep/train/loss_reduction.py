@@ -322,6 +322,7 @@ _NOTED: dict[Any, Callable[[ReductionTracer, Any, _Call], None]] = {
     **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], ReductionTracer._scaled),
     **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], ReductionTracer._scaled),
     **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._linear),
+    **dict.fromkeys([Tensor.detach, torch.detach], ReductionTracer._linear),
     **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._linear),
     **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], ReductionTracer._added),
     **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], ReductionTracer._clamp),

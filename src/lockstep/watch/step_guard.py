@@ -39,7 +39,7 @@ from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.state import EngineHook
-from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
+from lockstep.mirroring.metric import ONE_OBJECT, MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects, StepGradients
@@ -520,7 +520,12 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
     # In first runs alone: the check is a hook, which torch.compile would take for a part of the compiled module.
     plain = [module.module for module in mirrored]
     # A mirrored metric is one object in all copies.
-    owners = {id(part): module for module in plain for part in module.modules() if not isinstance(part, MirroredMetric)}
+    owners = {
+        id(part): module
+        for module in plain
+        for part in module.modules()
+        if not isinstance(part, MirroredMetric) and ONE_OBJECT not in vars(part)
+    }
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()
