@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests import oracle
 from tests.conftest import MakeStrategy
-from tests.replicas.test_replica_rng import DRAWS
+from tests.replicas.test_function_mode import DRAWS
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.rng import ops
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.rng.generators import replica_generator
-from lockstep.replicas.rng.replica_rng import ReplicaRng
 
 MANY = 200_000
 

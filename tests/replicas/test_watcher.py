@@ -305,14 +305,14 @@ def test_a_watcher_is_switched_off_alone(make_strategy: Callable[..., MirroredSt
     def penalises(x: torch.Tensor) -> None:
         module.weight.square().sum().backward()
 
-    strategy.watchers.remove(strategy.looks)
+    strategy.watchers.remove(strategy.check_choice)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         strategy.run(counts, (X,))
         with pytest.raises(UsageError, match="plain Linear"):  # by the guard, which looks on
             strategy.run(penalises, (X,))
 
-    strategy.watchers.append(strategy.looks)
+    strategy.watchers.append(strategy.check_choice)
     with pytest.warns(UserWarning, match="changes 'calls'"):
         strategy.run(counts, (X,))
     assert mirrored.module is module

@@ -295,7 +295,7 @@ def test_following_rows_calls_nothing_of_the_user_twice_and_changes_no_bit(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*changes the buffer 'memory'")
         followed = fitted(make_strategy(2, seed=3), between)
-        monkeypatch.setattr("lockstep.watch.looks.is_due", lambda *_, **__: False)
+        monkeypatch.setattr("lockstep.watch.check_choice.is_due", lambda *_, **__: False)
         plain = fitted(make_strategy(2, seed=3), between)
 
     assert followed.calls == plain.calls == 4

@@ -24,7 +24,7 @@ import torch
 from lockstep.checks import check_number
 from lockstep.errors import DataError, UsageError
 from lockstep.replicas.barrier import SIGNALS_SEEN_EVERY_S
-from lockstep.replicas.rng.replica_rng import ReplicaRng
+from lockstep.replicas.rng.function_mode import ReplicaRng
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

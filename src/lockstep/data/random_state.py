@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.errors import DataError
-from lockstep.replicas.rng.replica_rng import DEFAULT_GENERATOR_LOCK
+from lockstep.replicas.rng.function_mode import DEFAULT_GENERATOR_LOCK
 
 DEFAULT = "torch"
 """The key of torch's default generator, which belongs to the caller."""
@@ -75,7 +75,7 @@ def _spare_normal(value: float | None) -> Tensor:
 
 def default_state() -> Tensor:
     """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
-    # While a replica draws, the default generator holds the replica's numbers (``replicas.rng.replica_rng``). Without
+    # While a replica draws, the default generator holds the replica's numbers (``replicas.rng.function_mode``). Without
     # the lock these could be taken for the caller's.
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()

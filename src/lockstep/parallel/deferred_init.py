@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.pretrained import PretrainedWeights
 from lockstep.parallel.tensor_parallel import local_shard, region_of
 from lockstep.parallel.tensor_plan import ColumnOrder
-from lockstep.replicas.rng.replica_rng import default_generator_as
+from lockstep.replicas.rng.function_mode import default_generator_as
 
 
 class DeferredInit:

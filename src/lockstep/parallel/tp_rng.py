@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.replicas.rng.default_generator import companion_generators
-from lockstep.replicas.rng.replica_rng import ReplicaRng, in_replica
+from lockstep.replicas.rng.function_mode import ReplicaRng, in_replica
 
 
 class DeviceRng:

@@ -37,8 +37,8 @@ from lockstep.replicas.issue_gate import IssueGate
 from lockstep.replicas.issue_policy import IssuePolicy
 from lockstep.replicas.owner import Owner
 from lockstep.replicas.rng.default_generator import patch_default_generator
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.rng.generators import ReplicaGenerators, replica_generator
-from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.threads import ReplicaThreads, run_in_merge_call
 
 ErrorNote = Callable[[str, int, BaseException], str]

@@ -54,13 +54,13 @@ from lockstep.replicas.cpu.linear import may_suit, onednn_is_faster
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.issue_gate import IssueGate
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.rng.generators import ReplicaGenerators
-from lockstep.replicas.rng.replica_rng import ReplicaRng
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.replicas.watcher import Run, Watcher, ambient_watchers, torch_looks
 from lockstep.tracebacks import OwnFramesHidden
-from lockstep.watch.looks import Looks
+from lockstep.watch.check_choice import CheckChoice
 from lockstep.watch.step_guard import StepGuards
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
@@ -503,10 +503,10 @@ class ThreadedStrategy(Strategy):
         # An evaluator's optimizers are made as elsewhere, and make no update.
         super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
         self.devices, self.workers, self._runner, self._replica_block = devices, workers, runner, replica_block
-        self.looks = Looks(self._mirrored, runner.function_modes)
+        self.check_choice = CheckChoice(self._mirrored, runner.function_modes)
         self.watchers.append(StepGuards(self._mirrored, runner.function_modes, workers.num_replicas))
         if workers.num_replicas > 1:
-            self.watchers.append(self.looks)
+            self.watchers.append(self.check_choice)
         # Called at most once: by ``close``, or when a strategy that nobody closed is collected. Its devices could
         # otherwise never be divided again.
         self._release_devices = weakref.finalize(self, release_devices, devices)
@@ -622,7 +622,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks = Looks(self._mirrored, ())
+        self.check_choice = CheckChoice(self._mirrored, ())
 
     @cached_property
     def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]

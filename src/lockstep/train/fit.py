@@ -185,7 +185,7 @@ class TrainLoop:
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         replicas = setup.strategy.num_replicas_in_sync
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
-        self._strategy.looks.begin_training(train_step)
+        self._strategy.check_choice.begin_training(train_step)
         self._graphs = GraphedSteps.create(setup, self._states)
         self._looked_at_module = False
         if setup.optimizer is not None:

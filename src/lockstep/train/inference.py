@@ -45,7 +45,7 @@ def run_evaluation(
     metrics = ReplicaMetrics(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(values) for values in metrics.per_replica])
     loss = RunningLoss()
-    strategy.looks.check_rows_in(evaluate_step)
+    strategy.check_choice.check_rows_in(evaluate_step)
 
     def run(batch: Any) -> tuple[int, Logs]:
         outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
@@ -80,8 +80,8 @@ def run_prediction(
 ) -> Any:
     """The module's outputs for all rows, in the order of the data, on the CPU. Every worker must call it."""
     collected = CollectedOutputs()
-    if not any(strategy.looks.has_checked_rows_in(step) for step in (train_step, evaluate_step)):
-        strategy.looks.check_rows_in(predict_step)
+    if not any(strategy.check_choice.has_checked_rows_in(step) for step in (train_step, evaluate_step)):
+        strategy.check_choice.check_rows_in(predict_step)
 
     def run(batch: Any) -> tuple[int, Logs]:
         shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))

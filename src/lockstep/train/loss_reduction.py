@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep._torch_compat import functorch_interpreter, saved_tensors_hooks
 from lockstep.errors import ConfigError
-from lockstep.replicas.rng.replica_rng import restore_l1_weight
+from lockstep.replicas.rng.function_mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
 """A total, and its count."""

@@ -1,6 +1,6 @@
 """What only looks at a step while it runs, and changes none of its numbers. The moments are in ``replicas.watcher``.
 
-    looks            which runs of a step are looked at, and by what
+    check_choice     which runs of a step are looked at, and by what
     step_guard       every torch call of several replicas: what would affect others is refused
     first_run        what a first run leaves behind; ``captures``: the values that a function can reach
     python_draws     random numbers of Python and NumPy, and seeds that replicas have in common
@@ -10,5 +10,5 @@
     check_schedule   the steps in which the losses are checked
     loss_parts       whether a loss of a shard is the sum of what it gives for parts of it
 
-Begin with ``looks``.
+Begin with ``check_choice``.
 """

@@ -36,7 +36,7 @@ from lockstep.errors import UsageError
 from lockstep.introspection import attribute_of, is_kind
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.replica_rng import ReplicaRng, is_random
+from lockstep.replicas.rng.function_mode import ReplicaRng, is_random
 from lockstep.replicas.watcher import PROCEED, Run, TorchCalled, Watcher
 from lockstep.watch.captures import is_of_a_library
 from lockstep.watch.step_guard import refuse_forward_mode

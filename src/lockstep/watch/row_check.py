@@ -19,7 +19,7 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.data.structure import distributed_leaves
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.replica_rng import ReplicaRng
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.watcher import Differentiation, Run, TorchCalled, Watcher
 from lockstep.watch.check_schedule import follows_modules
 from lockstep.watch.loss_graph_check import Passes, StepLosses, is_mean_of, loss_warnings

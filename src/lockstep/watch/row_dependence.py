@@ -49,7 +49,7 @@ from lockstep._torch_compat import (
 from lockstep.collectives.communicator import call_site
 from lockstep.introspection import is_kind
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.replica_rng import ReplicaRng, is_random
+from lockstep.replicas.rng.function_mode import ReplicaRng, is_random
 from lockstep.replicas.watcher import BACKWARDS, Differentiation, as_sequence
 from lockstep.watch.calls_on_copies import CONTAINERS, Call, Followed, items_of, leaves_of
 from lockstep.watch.numbers_from_rows import ReadNumbers

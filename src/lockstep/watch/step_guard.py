@@ -44,7 +44,7 @@ from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects, StepGradients
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.replica_rng import Guarded, ReplicaRng, is_random
+from lockstep.replicas.rng.function_mode import Guarded, ReplicaRng, is_random
 from lockstep.replicas.watcher import PROCEED, Run, Watcher
 
 _METADATA = frozenset(

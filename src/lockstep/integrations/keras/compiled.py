@@ -28,7 +28,7 @@ from lockstep.integrations.keras.seeded_draws import draws_by_operators
 from lockstep.integrations.keras.variables import stateless_scope
 from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
 from lockstep.replicas.context import in_context
-from lockstep.replicas.rng.replica_rng import without_replica_rng
+from lockstep.replicas.rng.function_mode import without_replica_rng
 from lockstep.train.batch import replica_of_step
 
 

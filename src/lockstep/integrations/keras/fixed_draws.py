@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.integrations.keras.losses import is_compared
-from lockstep.replicas.rng.replica_rng import is_noise, is_random
+from lockstep.replicas.rng.function_mode import is_noise, is_random
 
 
 @contextmanager

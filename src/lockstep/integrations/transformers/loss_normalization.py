@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_leaves
 from lockstep.integrations.transformers.sharding import Items, Shard, halves
-from lockstep.replicas.rng.replica_rng import ReplicaRng
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.watcher import TorchCalled, Watcher
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes

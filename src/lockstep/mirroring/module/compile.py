@@ -33,8 +33,8 @@ from lockstep._torch_compat import (
 )
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
 from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
+from lockstep.replicas.rng.function_mode import without_replica_rng
 from lockstep.replicas.rng.ops import draws
-from lockstep.replicas.rng.replica_rng import without_replica_rng
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 

@@ -1,5 +1,6 @@
-"""Each replica's own random numbers, so that dropout in threads is reproducible and differs between replicas.
+"""The function mode through which a replica calls torch: its own random numbers, its guard, its replacements.
 
+So dropout in threads is reproducible and differs between replicas, and one call passes one mode whatever looks at it.
 torch's default generator is shared by all threads. Function modes are thread-local, so ``ReplicaRng`` gives every
 random function that is called in its thread the replica's own ``torch.Generator``. On a GPU one replica issues at a
 time, and its slot swaps the device's default generator instead (``device.streams``).

@@ -152,7 +152,7 @@ def test_in_a_merge_call_it_does_not_matter_who_came_last(make_strategy: MakeStr
 def test_recurrent_layers_without_dropout_do_not_wait_for_the_generator(
     make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lockstep.replicas.rng.replica_rng.DEFAULT_GENERATOR_LOCK", None)
+    monkeypatch.setattr("lockstep.replicas.rng.function_mode.DEFAULT_GENERATOR_LOCK", None)
     strategy = make_strategy(2)
     trained, evaluated, single = nn.LSTM(8, **RECURRENT), nn.LSTM(8, **RECURRENT).eval(), nn.GRU(8, 8)
     assert isinstance(strategy.run(lambda: single(ROWS)[0]), PerReplica)

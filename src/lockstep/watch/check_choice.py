@@ -18,7 +18,7 @@ from lockstep._torch_compat import is_profiled
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.issue_policy import code_of, unwrapped
-from lockstep.replicas.rng.replica_rng import ReplicaRng
+from lockstep.replicas.rng.function_mode import ReplicaRng
 from lockstep.replicas.watcher import Run, Watcher
 from lockstep.watch.check_schedule import is_due
 from lockstep.watch.first_run import FirstRun
@@ -28,7 +28,7 @@ from lockstep.watch.row_check import RowCheck, RunCount
 from lockstep.watch.step_names import is_of_the_package
 
 
-class Looks(Watcher):
+class CheckChoice(Watcher):
     """Counts the runs of the step functions of a strategy with several replicas.
 
     Args:
