@@ -122,7 +122,7 @@ class Strategy(ABC):
     """How workers divide the model; None if each replica has a whole one."""
     watchers: list[Watcher]
     """What is asked at the beginning of each run who looks at it; front ends and tools add theirs."""
-    looks: Looks
+    check_choice: CheckChoice
     """Chooses what looks at the runs of a step. Step functions of this package are looked at when they ask for it."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
