@@ -17,6 +17,8 @@ EXTRAS: Mapping[str, str] = {
     "plots": "curves, and the pages of lockstep bench",
     "transformers": "the Transformers Trainer",
     "keras": "Keras models",
+    "lightning": "Lightning's Trainer",
+    "ray": "Ray Train",
     "text": "lockstep train mlm and reviews, LoRA",
     "images": "lockstep train images",
     "loggers": "Weights & Biases, MLflow, trackio",
