@@ -54,7 +54,7 @@ from lockstep.integrations.transformers.whole_batch_losses import check_losses, 
 from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import get_replica_context, in_context
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes, preserving_rng, replica_of_step
@@ -373,8 +373,10 @@ class Trainer(transformers.Trainer):
                 loss: Any = view.compute_loss(copy, view._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
-        # The step after the check draws the numbers that it would have drawn without it.
-        with preserving_rng(replica_of_step()):
+        context = replica_of_step()
+        # The step after the check draws the numbers that it would have drawn without it. A loss that gathers rows with
+        # ls.gather_rows is not checked: halves are not the batch.
+        with preserving_rng(context), in_context(context.alone()):
             difference = loss_difference(loss_of, shard, copy, items=items)
             if difference is None or not view.accelerator.has_gathered:
                 return difference

@@ -57,13 +57,18 @@ def check_losses(modules: Iterable[nn.Module]) -> None:
                 f"has some of them: its numbers would be those of smaller batches; choose {_REFUSED[name]}, or use "
                 "one replica"
             )
-        drawn = next((name for name in _DRAWS if getattr(part, name, -1) > 0), None)
-        if drawn is not None and losses_of_whole_batch([part]):
+        drawn = next((name for name in _DRAWS if _draws(part, name)), None)
+        if drawn is not None:
             raise ConfigError(
                 f"the Trainer of lockstep got {names[0]}({drawn}={getattr(part, drawn)}), which draws layers or "
-                "dimensions in each replica, around a loss that compares the rows of all; set "
-                f"{drawn}=-1, which takes all of them, or use one replica"
+                f"dimensions, and replicas would draw other ones; set {drawn}=-1, which takes all of them, or use one "
+                "replica"
             )
+
+
+def _draws(part: Any, name: str) -> bool:
+    number = getattr(part, name, -1)
+    return 0 < number < (len(part.matryoshka_dims) if name == "n_dims_per_step" else float("inf"))
 
 
 def losses_of_whole_batch(modules: Iterable[nn.Module]) -> list[nn.Module]:
