@@ -71,7 +71,7 @@ def test_the_loss_of_the_model_itself_is_warned_of(make_strategy: Any, tmp_path:
         output_dir=tmp_path, max_steps=1, use_cpu=True, report_to=[], remove_unused_columns=False
     )
     trainer = Trainer(clip(), config, collate, pairs(16, 1), strategy=make_strategy(2))
-    with pytest.warns(UserWarning, match="compares or combines the rows|the same rows in two parts"):
+    with pytest.warns(UserWarning, match=r"compares or combines the rows|the same rows in two parts"):
         trainer.train()
 
 
@@ -83,5 +83,5 @@ def test_fewer_rows_than_replicas_are_refused(make_strategy: Any, tmp_path: Any)
         output_dir=tmp_path, max_steps=1, use_cpu=True, report_to=[], remove_unused_columns=False
     )
     trainer = distribute(CLIPTrainer)(clip(), config, collate, pairs(2, 1), strategy=make_strategy(3))
-    with pytest.raises(CollectiveError, match="gather_rows|all_gather"):
+    with pytest.raises(CollectiveError, match=r"gather_rows|all_gather"):
         trainer.train()

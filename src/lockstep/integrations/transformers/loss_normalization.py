@@ -215,8 +215,8 @@ class LossCheck:
         warnings.warn(
             f"the model or its loss compares or combines the rows of a replica's shard ({mixing}), so "
             f"{self._replicas} replicas train with other numbers than one device; rows are dimension 0 of the inputs: "
-            "give layers batch_first=True, gather what is compared with ls.gather_rows(value) in compute_loss, or use one "
-            "replica",
+            "give layers batch_first=True, gather what is compared with ls.gather_rows(value) in compute_loss, or use "
+            "one replica",
             stacklevel=3,
         )
 
