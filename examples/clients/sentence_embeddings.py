@@ -28,11 +28,9 @@ def encoder() -> Any:
 
 
 def pairs(number: int, seed: int = 0) -> Dataset:
-    """Two texts, and the share of their words that are in both."""
-    both = list(zip(texts(number, seed), texts(number, seed + 1), strict=True))
-    words = [(set(one.split()), set(other.split())) for one, other in both]
-    scores = [len(one & other) / len(one | other) for one, other in words]
-    return Dataset.from_dict({"one": [one for one, _ in both], "two": [two for _, two in both], "score": scores})
+    """A text, and the same without its first word. Those of the other rows in a batch are the negatives."""
+    whole = texts(number, seed)
+    return Dataset.from_dict({"anchor": whole, "positive": [text.split(" ", 1)[1] for text in whole]})
 
 
 def main() -> None:
@@ -43,7 +41,7 @@ def main() -> None:
         sentence_transformers.SentenceTransformerTrainingArguments(**settings(on)),
         train_dataset=pairs(100),
         eval_dataset=pairs(20, seed=10),
-        loss=losses.CosineSimilarityLoss(model),
+        loss=losses.MultipleNegativesRankingLoss(model),  # 11 negatives a row on any number of replicas
         strategy=on,
     )
     trainer.train()

@@ -5,6 +5,7 @@
     replica_view         what the methods of a Trainer see as their Trainer in a replica
     sharding             divides a collated batch, and joins outputs
     loss_normalization   weighs the loss of each shard, and checks that it may be
+    whole_batch_losses   losses of sentence-transformers that compare the rows of a batch
     examples             counts the examples of batches whose rows are not one an example
     arguments            which strategy is used, arguments that are refused, and what transformers sees of the devices
     sync                 what the workers agree on, and the random states in checkpoints

@@ -8,7 +8,7 @@ accelerate sees no distribution; otherwise it would shard, gather and wrap by it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import transformers
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
-from torch import nn
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
@@ -37,16 +36,6 @@ _REFUSED_OF_WORKERS = {
     "save_on_each_node": "has all workers write, and here the chief alone does",
     "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
 }
-_COMPARING_LOSSES = frozenset(
-    [
-        *("AnglELoss", "CoSENTLoss", "OnlineContrastiveLoss", "MegaBatchMarginLoss", "GISTEmbedLoss"),
-        *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss", "CachedGISTEmbedLoss"),
-        *("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"),
-        *("CachedMultipleNegativesRankingLoss", "ContrastiveTensionLossInBatchNegatives"),
-        *("GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
-    ]
-)
-"""Losses of sentence-transformers 6.2 whose value for a row depends on the other rows of the batch."""
 _RENAMED = {"max_seq_length": "max_length"}  # of TRL
 _LOSS_TYPES_OF_BATCHES = {
     "aot": "compares the sorted pairs of a batch",
@@ -154,18 +143,6 @@ def check_model(model: Any) -> None:
             f"the model is spread over {', '.join(sorted(places))} by its device_map, and every replica needs all of "
             "it on its own device; load it without device_map"
         )
-
-
-def check_losses(modules: Iterable[nn.Module]) -> None:
-    """Raises a ConfigError if one of a Trainer's other modules, or a part of one, is a loss that compares rows."""
-    for part in (part for module in modules for part in module.modules()):
-        name = next((kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMPARING_LOSSES), None)
-        if name is not None:
-            raise ConfigError(
-                f"the Trainer of lockstep got the loss {name}, which compares the rows of a batch, and a replica has "
-                "some of them: its numbers would be those of smaller batches; choose a loss that is a mean over rows, "
-                "such as CosineSimilarityLoss, ContrastiveLoss or TripletLoss, or use one replica"
-            )
 
 
 def chosen_strategy(strategy: Strategy | None, *, on_cpu: bool) -> Strategy:

@@ -56,7 +56,13 @@ class CountedItems(Tensor):
 
 
 class Share:
-    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``."""
+    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``.
+
+    Attributes:
+        gathers: whether the loss has gathered rows, so that its backward pass must run for those of other replicas.
+    """
+
+    gathers = False
 
     def __init__(self, count: int, total: int) -> None:
         self._count = count
@@ -109,7 +115,7 @@ def current_share() -> Share | None:
 def is_left_out() -> bool:
     """Whether the loss that this thread computes is that of no row or token: it may be 0 / 0."""
     share = _share.get()
-    return share is not None and share.factor == 0.0
+    return share is not None and share.factor == 0.0 and not share.gathers
 
 
 def weighted(loss: Tensor) -> Tensor:
@@ -209,8 +215,8 @@ class LossCheck:
         warnings.warn(
             f"the model or its loss compares or combines the rows of a replica's shard ({mixing}), so "
             f"{self._replicas} replicas train with other numbers than one device; rows are dimension 0 of the inputs: "
-            "give layers batch_first=True, gather what is compared with ls.get_replica_context().all_gather(value, "
-            "axis=0) in compute_loss, or use one replica",
+            "give layers batch_first=True, gather what is compared with ls.gather_rows(value) in compute_loss, or use "
+            "one replica",
             stacklevel=3,
         )
 

@@ -87,6 +87,28 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         """The replica's."""
         return self._replica_device
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is a check of the loss, which each replica makes alone."""
+        return self._rows is None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the replica's shard; 0 where it computes a row that does not count."""
+        return self._rows or 0
+
+    def gather_rows(self, structure: Any) -> Any:
+        """The tensors of a structure with the rows of all replicas, differentiable. Every replica must call it."""
+        self.has_gathered = True
+        context = replica_of_step()
+
+        def gathered(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            return context.all_gather(leaf if self._rows else leaf[:0], 0)
+
+        return tree_map(gathered, structure)
+
     def gather(self, tensor: Any) -> Any:
         """The tensors of all replicas with rows, concatenated; numbers become [replicas]. Every replica must call it.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -50,10 +50,11 @@ from lockstep.integrations.transformers.replica_view import (
     modules_in,
     other_modules,
 )
+from lockstep.integrations.transformers.whole_batch_losses import check_losses, gathering, losses_of_whole_batch
 from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import get_replica_context, in_context
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import keeping_modes, preserving_rng, replica_of_step
@@ -88,6 +89,7 @@ class Trainer(transformers.Trainer):
         self._other_mirrored: dict[str, Any] = {}
         self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = self._gathers = self._is_prepared = False
+        self._whole_batch_losses: list[list[nn.Module]] = [[] for _ in self.strategy.devices]
         self._loss_check = LossCheck(0)
         if args is not None:
             self._begin(args)
@@ -243,11 +245,17 @@ class Trainer(transformers.Trainer):
                 self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
         # After the model: copies of a module that holds it, such as a loss, hold its copies.
         others = other_modules(self)
-        if self.strategy.num_replicas_in_sync > 1:
-            arguments.check_losses(module for value in others.values() for module in modules_in(value))
+        divides = self.strategy.num_replicas_in_sync > 1
+        if divides:
+            check_losses(module for value in others.values() for module in modules_in(value))
         self._other_mirrored = {name: self._mirrored_in(value) for name, value in others.items()}
-        for module in (self._mirrored, *mirrored_modules(self._other_mirrored)):
+        modules = [self._mirrored, *mirrored_modules(self._other_mirrored)]
+        for module in modules:
             bind_forwards(module)
+        if divides:
+            copies = zip(*(module.copies for module in modules), strict=True)
+            self._whole_batch_losses = [losses_of_whole_batch(parts) for parts in copies]
+            self._gathers |= any(self._whole_batch_losses)
 
     def _mirrored_in(self, value: Any) -> Any:
         """Returns a module mirrored, or a list, tuple or dict in which modules are mirrored."""
@@ -360,13 +368,15 @@ class Trainer(transformers.Trainer):
         copy = self._copy
 
         def loss_of(inputs: Any, share: Share) -> Tensor:
-            with weighing(share), view.compute_loss_context_manager():
+            with weighing(share), view.compute_loss_context_manager(), self._gathering(view):
                 count = share.watch(number, self._device)
                 loss: Any = view.compute_loss(copy, view._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
-        # The step after the check draws the numbers that it would have drawn without it.
-        with preserving_rng(replica_of_step()):
+        context = replica_of_step()
+        # The step after the check draws the numbers that it would have drawn without it. A loss that gathers rows with
+        # ls.gather_rows is not checked: halves are not the batch.
+        with preserving_rng(context), in_context(context.alone()):
             difference = loss_difference(loss_of, shard, copy, items=items)
             if difference is None or not view.accelerator.has_gathered:
                 return difference
@@ -386,6 +396,7 @@ class Trainer(transformers.Trainer):
                 sends,
                 weighing(Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
+                self._gathering(view),
             ):
                 step = super(Trainer, view).training_step
                 part = step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
@@ -394,6 +405,10 @@ class Trainer(transformers.Trainer):
         if self._sums_in_step:
             self._mirrored_optimizer.sum_gradients()
         return loss
+
+    def _gathering(self, view: Self) -> AbstractContextManager[None]:
+        """A block in which this replica's losses that compare rows are those of the whole batch."""
+        return gathering(self._whole_batch_losses[replica_of_step().local_replica], view.accelerator)
 
     @property
     def _sums_in_step(self) -> bool:
@@ -425,7 +440,7 @@ class Trainer(transformers.Trainer):
     ) -> sharding.Prediction | None:
         if not shard.rows and not self._gathers:
             return None
-        with weighing(Share(shard.count, shard.total)) as share:
+        with weighing(Share(shard.count, shard.total)) as share, self._gathering(view):
             step = super(Trainer, view).prediction_step
             loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
         if not shard.rows:
