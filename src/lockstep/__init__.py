@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         MLflow,
         ModelCheckpoint,
         ProgressBar,
+        RayTrain,
         ReduceLROnPlateau,
         TensorBoard,
         TerminateOnNaN,
@@ -58,11 +59,11 @@ __all__ = [  # noqa: RUF022  # which would put EMA first
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
     "CommunicationOptions", "EMA", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateRange",
     "LearningRateScheduler", "MLflow", "MaxTime", "MirroredStrategy", "Model", "ModelCheckpoint",
-    "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp",
-    "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases",
-    "callbacks", "compute_average_loss", "config", "errors", "export_weights", "find_batch_size", "find_learning_rate",
-    "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context",
-    "latest_checkpoint", "launch", "scale_regularization_loss",
+    "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "RayTrain", "ReduceLROnPlateau",
+    "ReduceOp", "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep",
+    "WeightsAndBiases", "callbacks", "compute_average_loss", "config", "errors", "export_weights", "find_batch_size",
+    "find_learning_rate", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -83,8 +84,8 @@ _WHERE = {
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
         "BackupAndRestore", "Callback", "CSVLogger", "EMA", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
-        "MLflow", "MaxTime", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "SWA", "TensorBoard",
-        "TerminateOnNaN", "Trackio", "WeightsAndBiases",
+        "MLflow", "MaxTime", "ModelCheckpoint", "ProgressBar", "RayTrain", "ReduceLROnPlateau", "SWA",
+        "TensorBoard", "TerminateOnNaN", "Trackio", "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
     "lockstep.train.learning_rate_finder": ("LearningRateRange", "find_learning_rate"),

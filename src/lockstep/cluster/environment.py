@@ -26,6 +26,7 @@ from lockstep.cluster.launcher_variables import (
     launcher_place,
     parse_launcher,
 )
+from lockstep.cluster.mpi_address import ask_mpi
 from lockstep.cluster.services import is_started_by_pbsdsh, parse_sagemaker, parse_volcano, refuse_pbsdsh
 from lockstep.cluster.slurm import is_job_step, parse_slurm, step_numbers
 from lockstep.cluster.spec import ClusterSpec, check_job_id
@@ -89,7 +90,8 @@ def _launched(environment: Mapping[str, str]) -> ClusterSpec | None:
     if environment.get("RANK"):
         return parse_torchrun(environment)
     if (launcher := find_launcher(environment, LAUNCHERS)) is not None:
-        return parse_launcher(environment, launcher)
+        # MPI knows this very process alone, and not one with other variables.
+        return parse_launcher(environment, launcher, ask_mpi if environment is os.environ else None)
     if (described := _described(environment)) is not None:
         return described
     if (launcher := find_launcher(environment, INTERFACES)) is not None:
