@@ -151,6 +151,9 @@ DESCRIPTIONS: dict[str, Environments] = {
     "Vertex AI": vertex,
     "SageMaker": sagemaker,
     "Kubeflow": kubeflow,
+    "Indexed Job": lambda ports: counted(
+        2, "JOB_COMPLETION_INDEX", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports(1)[0])
+    ),
     "SkyPilot": lambda _: counted(
         2,
         "SKYPILOT_NODE_RANK",
@@ -202,8 +205,9 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", 
         counted(2, "SLURM_PROCID", TF_CONFIG="{}", **STEP),
         counted(2, "SKYPILOT_NODE_RANK", TF_CONFIG="{}", SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="127.0.0.1"),
         counted(2, "NODE_RANK", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
+        counted(2, "JOB_COMPLETION_INDEX", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"),
     ],
-    ids=["a step of SLURM", "SkyPilot", "Lightning's variables"],
+    ids=["a step of SLURM", "SkyPilot", "Lightning's variables", "an Indexed Job without a port"],
 )
 def test_no_process_trains_alone(
     python: Callable[..., Any], environments: list[dict[str, str]], strategy: tuple[str, ...]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from lockstep.checks import shown
 from lockstep.cluster.launcher_variables import (
     ALONE,
+    INDEXED_JOB,
     INTERFACES,
     LAUNCHERS,
     SERVICES,
@@ -76,9 +77,11 @@ def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | N
 def declared_cluster(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
     """As ``cluster_from_environment``, for a process that WORLD_SIZE without RANK does not make one of several.
 
-    Beside NODE_RANK it does: Lightning's variables number the hosts of a job so.
+    Beside NODE_RANK it does: Lightning's variables number the hosts of a job so. So it does beside the index of a pod
+    of Kubernetes.
     """
-    if not environment.get("RANK") and not _is_node(environment):
+    is_numbered = environment.get("RANK") or _is_node(environment) or INDEXED_JOB.is_recognised(environment)
+    if not is_numbered:
         # Job scripts export it for what they start later; a MirroredStrategy in the script itself trains alone.
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
     return cluster_from_environment(environment)

@@ -185,6 +185,14 @@ LAUNCHERS = (
     ),
 )
 
+INDEXED_JOB = Launcher(
+    name="Kubernetes's Indexed Job",
+    rank="JOB_COMPLETION_INDEX",
+    size="WORLD_SIZE",
+    signs=("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    line="env: [{name: MASTER_ADDR, value: hosta}, {name: MASTER_PORT, value: '29500'}] in the manifest",
+)
+
 SERVICES = (
     Launcher(  # for torchrun, which reads them where its arguments are left out
         name="Kubeflow Trainer",
@@ -195,6 +203,9 @@ SERVICES = (
         signs=("PET_NNODES",),
         line="torchrun train.py",
     ),
+    # Kubernetes numbers the pods of an Indexed Job, and those of a JobSet's jobs, which may be independent. The size is
+    # in the manifest: who gives one means one training.
+    INDEXED_JOB,
     Launcher(
         name="SkyPilot",
         rank="SKYPILOT_NODE_RANK",

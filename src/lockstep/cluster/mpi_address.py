@@ -57,13 +57,13 @@ def ask_mpi(index: int, size: int) -> MpiJob | None:
     except (ImportError, RuntimeError) as error:  # the second for a MPI4PY_LIBMPI that is none
         raise ClusterError(
             "no variable names the host of process 0, and mpi4py, which could ask MPI for it, finds no MPI library "
-            f"({' '.join(str(error).split())}); set MPI4PY_LIBMPI to mpirun's, such as libmpich.so.12, or {_ADDRESS}"
+            f"({' '.join(str(error).split())}); set MPI4PY_LIBMPI to mpirun's or {_ADDRESS}"
         ) from error
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (index, size):
         raise ClusterError(
             f"mpirun makes this process {index} of {size}, and mpi4py {world.rank} of {world.size}, since it uses "
-            f"another MPI ({_library(mpi)}); set MPI4PY_LIBMPI to mpirun's, such as libmpich.so.12, or {_ADDRESS}"
+            f"another MPI ({_library(mpi)}); set MPI4PY_LIBMPI to mpirun's or {_ADDRESS}"
         )
     buffer = bytearray(_MESSAGE_BYTES)
     if index == 0:
