@@ -28,6 +28,11 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def start_group(init_method: str, rank: int, size: int, backend: str) -> None:
+    if backend == "accelerate":
+        from accelerate import PartialState
+
+        PartialState(cpu=True)
+        return
     if backend == "fake":  # torch's own for tests without other processes: its store keeps nothing
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -64,6 +64,19 @@ def test_the_group_says_who_this_is_and_where_the_others_are(
     assert first == second == seen[1][3] == seen[1][4] == pytest.approx(expected(), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_accelerate_s_group(python: Python, free_ports: FreePorts):
+    (port,) = free_ports(1)
+    words = (str(PROGRAM), "none")
+    programs = [
+        python(*words, f"{rank}", "2", "accelerate", "tensor", OMP_NUM_THREADS="1", **variables(rank, 2, port))
+        for rank in range(2)
+    ]
+    done = outcomes(programs)
+    assert [code for code, *_ in done] == [0, 0], done
+    assert all(json.loads(line)[3] == pytest.approx(expected(), rel=1e-5, abs=1e-6) for _, line, _ in done)
+
+
 REFUSED = {
     "of another size": (
         ["tcp://127.0.0.1:{port}", "0", "1", "gloo"],
