@@ -9,10 +9,11 @@ STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 CLIENTS_VENV := .venv-clients
+ENGINES_VENV := .venv-engines
 STEPS_PEERS := accelerate fabric lightning
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-pages test-clients test-all check bench bench-test gpu house docs clean
+.PHONY: help demo test test-slow test-pages test-clients test-engines test-all check bench bench-test gpu house docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +46,9 @@ test-pages: $(STAMP) ## run the tutorials and the commands of the documentation'
 
 test-clients: $(CLIENTS_VENV)/.installed ## run the trainers and batches of other libraries, in an environment of their own
 	@$(CLIENTS_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/clients
+
+test-engines: $(ENGINES_VENV)/.installed ## run trainings inside Ray, in an environment of its own
+	@$(ENGINES_VENV)/bin/python -m pytest tests/engines
 
 test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (half an hour on two cores)
 	@$(PYTEST)
@@ -86,6 +90,14 @@ $(CLIENTS_VENV)/.installed: tests/clients/requirements.txt pyproject.toml constr
 	    $(CLIENTS_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
+# 1.6 GB and little more than a minute, on the machine of docs/reference/hardware.md.
+$(ENGINES_VENV)/.installed: tests/engines/requirements.txt pyproject.toml constraints.txt
+	@echo "installing into $(ENGINES_VENV) (once; a few minutes)"
+	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $< \
+	    -e '.[train]' pytest pytest-timeout
+	@touch $@
+
 # For the tests of the program of examples/published that needs it: 45 MB, seconds. Its package asks for TensorFlow,
 # hence no dependencies.
 $(PEERS_VENV)/keras_hub/.installed: tests/examples/keras_hub.txt $(STAMP)
@@ -107,5 +119,5 @@ docs: $(STAMP) ## build the documentation, warnings being errors
 	@echo "docs/_build/html/index.html"
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(PEERS_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(PEERS_VENV) $(ENGINES_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

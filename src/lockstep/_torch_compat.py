@@ -261,9 +261,37 @@ def backend_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     return backend
 
 
+def default_group_store() -> Store:
+    """The store that torch's default process group was made with."""
+    with _probe("a process group that the program has made"):
+        from torch.distributed.distributed_c10d import _get_default_store
+    return _get_default_store()
+
+
+def innermost_store(store: Store) -> Any:
+    """The store under all prefixes: a ``TCPStore`` has ``host`` and ``port``."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def forget_groups(mesh: Any) -> None:
     """Drops the process groups that a DeviceMesh holds: DTensor's caches keep meshes they have seen."""
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Has torch find a process group by one more name, until ``unregister_group``."""
+    with _probe("a mesh beside a process group that the program has made"):
+        from torch._C._distributed_c10d import _register_process_group
+    _register_process_group(name, group)  # type: ignore[arg-type]  # GroupName is a str
+
+
+def unregister_group(name: str) -> None:
+    """Ends ``register_group``."""
+    with _probe("a mesh beside a process group that the program has made"):
+        from torch._C._distributed_c10d import _unregister_process_group
+    _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 _FAILED_GRAPHS: list[Any] = []

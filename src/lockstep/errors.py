@@ -58,7 +58,14 @@ class CollectiveError(LockstepError, RuntimeError):
 
 
 class ClusterError(LockstepError, RuntimeError):
-    """A cluster is malformed or incomplete, or its workers disagree, fail or are lost."""
+    """A cluster is malformed or incomplete, or its workers disagree, fail or are lost.
+
+    Attributes:
+        exit_code: that of the process if nobody catches the error: 138 where this worker only ends because another one
+            was lost or has failed, so that starting it again may help; else 1.
+    """
+
+    exit_code = 1
 
 
 class CheckpointError(LockstepError, RuntimeError):

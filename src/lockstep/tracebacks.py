@@ -112,6 +112,29 @@ def shorten_uncaught(base: type[BaseException], note_of: Callable[[BaseException
     sys.excepthook = excepthook
 
 
+def exit_with_code_of(code_of: Callable[[BaseException], int]) -> None:
+    """From now on an uncaught exception ends the process with the code that ``code_of`` has for it. Idempotent.
+
+    It is printed as before. To be called once the exception is foreseen: ``torch.distributed.init_process_group`` puts
+    a hook of its own in place, which prints nothing if the one before it raises (torch 2.13).
+    """
+    if isinstance(sys.excepthook, _ExitCodeHook):
+        return
+    sys.excepthook = _ExitCodeHook(sys.excepthook, code_of)
+
+
+class _ExitCodeHook:
+    """Calls another hook, and ends the process. Python exits as SystemExit says if it leaves ``sys.excepthook``."""
+
+    def __init__(self, previous: Callable[..., object], code_of: Callable[[BaseException], int]) -> None:
+        self._previous, self._code_of = previous, code_of
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        self._previous(kind, error, traceback)
+        if (code := self._code_of(error)) != 1:
+            raise SystemExit(code)
+
+
 def format_for_user(error: BaseException, traceback: TracebackType | None, base: type[BaseException]) -> str:
     """The text of an uncaught exception as Python prints it, without frames of this package.
 

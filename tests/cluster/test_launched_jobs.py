@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ COMMANDS = {
     "Open MPI": ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n"],
     "MPICH": ["mpirun.mpich", "-n"],
 }
+KILLED = {"Open MPI": 137, "MPICH": 9}  # the exit codes of mpirun after SIGKILL to a process
 
 
 def expected() -> list[float]:
@@ -86,6 +88,38 @@ def test_mpirun_of_one_process_is_one_process(name: str):
     check(launched(name, ["1", sys.executable, str(PROGRAM), "one"]).stdout.splitlines(), 1)
 
 
+@pytest.mark.parametrize("name", partly_slow(COMMANDS, "MPICH"))
+def test_a_killed_process_ends_the_job_which_goes_on_when_it_is_started_again(name: str, tmp_path: Path):
+    program = [sys.executable, str(PROGRAM.with_name("restarted.py"))]
+    for folder in ("killed", "undisturbed"):
+        (tmp_path / folder).mkdir()
+    killed, resumed = (launched(name, ["2", *program, str(tmp_path / "killed"), "3:1"]) for _ in range(2))
+    undisturbed = launched(name, ["2", *program, str(tmp_path / "undisturbed")])
+    assert (killed.returncode, resumed.returncode, undisturbed.returncode) == (KILLED[name], 0, 0), killed.stderr
+    weights = [(tmp_path / folder / "weights.safetensors").read_bytes() for folder in ("killed", "undisturbed")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("name", partly_slow(COMMANDS, "Open MPI"))
+def test_a_port_that_is_taken_ends_all_processes(name: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["2", sys.executable, str(PROGRAM)]
+        done = launched(name, words, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode != 0
+    assert f"cannot listen: port {port} of 127.0.0.1 is in use by another program" in done.stderr
+    assert not done.stdout.startswith("[")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_address_of_no_host_ends_all_processes(name: str):
+    words = ["2", sys.executable, str(PROGRAM)]
+    done = launched(name, words, MASTER_ADDR="192.0.2.77", MASTER_PORT="29500")
+    assert done.returncode != 0
+    assert "cannot listen: 192.0.2.77 is not an address of this machine" in done.stderr
+
+
 Environments = Callable[[FreePorts], list[dict[str, str]]]
 
 
@@ -117,6 +151,9 @@ DESCRIPTIONS: dict[str, Environments] = {
     "Vertex AI": vertex,
     "SageMaker": sagemaker,
     "Kubeflow": kubeflow,
+    "Indexed Job": lambda ports: counted(
+        2, "JOB_COMPLETION_INDEX", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports(1)[0])
+    ),
     "SkyPilot": lambda _: counted(
         2,
         "SKYPILOT_NODE_RANK",
@@ -168,8 +205,9 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", 
         counted(2, "SLURM_PROCID", TF_CONFIG="{}", **STEP),
         counted(2, "SKYPILOT_NODE_RANK", TF_CONFIG="{}", SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="127.0.0.1"),
         counted(2, "NODE_RANK", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
+        counted(2, "JOB_COMPLETION_INDEX", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"),
     ],
-    ids=["a step of SLURM", "SkyPilot", "Lightning's variables"],
+    ids=["a step of SLURM", "SkyPilot", "Lightning's variables", "an Indexed Job without a port"],
 )
 def test_no_process_trains_alone(
     python: Callable[..., Any], environments: list[dict[str, str]], strategy: tuple[str, ...]

@@ -171,6 +171,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "ls.ModelCheckpoint('kept', initial_value_threshold=V)": (*NO_NUMBERS, True, math.nan),
     "ls.ModelCheckpoint('kept', save_freq=V)": (*NO_NUMBERS, True, 0, -1, 1.5),
     "ls.BackupAndRestore(V)": NO_PATHS,
+    "ls.BackupAndRestore('kept', exit_code=V)": (*NO_NUMBERS, True, 0, -1, 1.5, 256),
     "ls.BackupAndRestore('kept', save_freq=V)": (*NO_NUMBERS, True, 0, -1, 1.5),
     "ls.EarlyStopping(V)": NO_TEXTS,
     "ls.EarlyStopping(patience=V)": (*NO_NUMBERS, True, None, -1, math.nan),

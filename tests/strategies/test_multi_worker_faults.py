@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
 
 pytestmark = pytest.mark.workers
 
@@ -167,9 +168,9 @@ def per_example(outputs: Tensor, targets: Tensor) -> Tensor:
 # What the tests see of them.
 
 
-def assert_ends(worker: Any, error: str, *, since: float | None = None) -> None:
+def assert_ends(worker: Any, error: str, *, since: float | None = None, exit_code: int = EXIT_OF_SURVIVOR) -> None:
     """It raises this error, in time, and then really ends."""
-    assert worker.end() == 1
+    assert worker.end() == exit_code
     assert re.search(error, worker.error), worker.errors
     if since is not None:
         assert worker.raised_at - since < FOUND_AFTER_S
@@ -202,7 +203,7 @@ def test_a_worker_that_is_stopped_is_named_and_ends_itself_when_it_goes_on(start
     job[worker].send(signal.SIGSTOP)
     assert_ends(job[1 - worker], lost(worker, ""), since=since)
     job[worker].send(signal.SIGCONT)
-    assert job[worker].end() == 1
+    assert job[worker].end() == EXIT_OF_SURVIVOR
     assert "ClusterError: worker" in job[worker].error
 
 
@@ -256,7 +257,7 @@ def test_a_worker_that_exits_in_mid_training_is_named(start_job: Any, loop: Loop
     job = start_job(loop, worker, place, "exits")
     assert job[worker].end() == 0
     early = rf"{name(worker)} has ended while {name(1 - worker)} still waits for it .*last status: .*; every"
-    assert_ends(job[1 - worker], early)
+    assert_ends(job[1 - worker], early, exit_code=1)
 
 
 @pytest.mark.slow
@@ -313,7 +314,7 @@ def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: St
     wait_for(chief, "waits")
     chief.kill()
     _, errors = other.communicate(timeout=60)
-    assert other.returncode == 1
+    assert other.returncode == EXIT_OF_SURVIVOR
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
 
 
@@ -324,7 +325,7 @@ def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_b
     other.kill()
     other.communicate()
     _, errors = chief.communicate("\n", timeout=60)
-    assert chief.returncode == 1
+    assert chief.returncode == EXIT_OF_SURVIVOR
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
 
 
@@ -339,7 +340,7 @@ def test_an_exception_is_told_though_a_thread_of_the_program_lives_on(start_by_h
 
     _, errors = chief.communicate(timeout=60)
 
-    assert chief.returncode == 1
+    assert chief.returncode == EXIT_OF_SURVIVOR
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)} failed with ", errors, re.MULTILINE), errors
     assert other.poll() is None  # it still waits for its thread
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint.weights import read_weights
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
@@ -75,7 +76,7 @@ def kill(job: list[Any], moment: random.Random) -> str:
         job[victim].send(signal.SIGKILL)
     assert [job[victim].end() for victim in victims] == [-signal.SIGKILL] * len(victims)
     for other in {0, 1} - set(victims):
-        assert job[other].end() == 1
+        assert job[other].end() == EXIT_OF_SURVIVOR
         assert f"worker {victims[0]} " in job[other].error
     return f"killed {' and '.join(map(str, victims))}"
 

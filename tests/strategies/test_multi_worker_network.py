@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
@@ -202,7 +203,7 @@ def name(worker: int) -> str:
 
 def assert_ends(worker: Any, *errors: str, since: float, found_after_s: float = FOUND_AFTER_S) -> None:
     """It raises one of these errors in time, and then really ends."""
-    assert worker.end() == 1
+    assert worker.end() == EXIT_OF_SURVIVOR
     assert any(re.search(error, worker.error) for error in errors), worker.errors
     assert worker.raised_at - since < found_after_s
 

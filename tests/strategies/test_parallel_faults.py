@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lockstep as ls
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
 
 pytestmark = pytest.mark.workers
 
@@ -87,7 +88,7 @@ def test_a_worker_that_is_lost_in_mid_step_is_named(start_job: Any, axis: str, t
     since = time.monotonic()
     job[trouble].send(number)
     other = job[1 - trouble]
-    assert other.end() == 1
+    assert other.end() == EXIT_OF_SURVIVOR
     assert re.search(rf"ClusterError: worker {trouble} .* is lost: ", other.error), other.errors
     assert other.raised_at - since < FOUND_AFTER_S
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from lockstep.checks import shown
 from lockstep.cluster.launcher_variables import (
     ALONE,
+    INDEXED_JOB,
     INTERFACES,
     LAUNCHERS,
     SERVICES,
@@ -26,6 +27,7 @@ from lockstep.cluster.launcher_variables import (
     launcher_place,
     parse_launcher,
 )
+from lockstep.cluster.mpi_address import ask_mpi
 from lockstep.cluster.services import is_started_by_pbsdsh, parse_sagemaker, parse_volcano, refuse_pbsdsh
 from lockstep.cluster.slurm import is_job_step, parse_slurm, step_numbers
 from lockstep.cluster.spec import ClusterSpec, check_job_id
@@ -75,9 +77,11 @@ def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | N
 def declared_cluster(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
     """As ``cluster_from_environment``, for a process that WORLD_SIZE without RANK does not make one of several.
 
-    Beside NODE_RANK it does: Lightning's variables number the hosts of a job so.
+    Beside NODE_RANK it does: Lightning's variables number the hosts of a job so. So it does beside the index of a pod
+    of Kubernetes.
     """
-    if not environment.get("RANK") and not _is_node(environment):
+    is_numbered = environment.get("RANK") or _is_node(environment) or INDEXED_JOB.is_recognised(environment)
+    if not is_numbered:
         # Job scripts export it for what they start later; a MirroredStrategy in the script itself trains alone.
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
     return cluster_from_environment(environment)
@@ -89,7 +93,8 @@ def _launched(environment: Mapping[str, str]) -> ClusterSpec | None:
     if environment.get("RANK"):
         return parse_torchrun(environment)
     if (launcher := find_launcher(environment, LAUNCHERS)) is not None:
-        return parse_launcher(environment, launcher)
+        # MPI knows this very process alone, and not one with other variables.
+        return parse_launcher(environment, launcher, ask_mpi if environment is os.environ else None)
     if (described := _described(environment)) is not None:
         return described
     if (launcher := find_launcher(environment, INTERFACES)) is not None:

@@ -2,8 +2,8 @@
 
 Each is a ``Launcher``, a row of a table. A description is followed where it is whole: the number of processes, the one
 that this is, and the chief's address. That is given by MASTER_ADDR and MASTER_PORT, by variables of the launcher, or
-follows from all processes being on one host. Otherwise it is refused, with the line to write. A description of one
-process is a single worker.
+follows from all processes being on one host, or is told by MPI through mpi4py, where that is installed. Otherwise it
+is refused, with the line to write. A description of one process is a single worker.
 
     LAUNCHERS   start processes, often inside what the others describe: their numbers come first
     SERVICES    start one process on each host
@@ -13,11 +13,12 @@ process is a single worker.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.checks import shown
 from lockstep.cluster.launcher_process import launcher_process
+from lockstep.cluster.mpi_address import MpiJob
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.variables import Variables, job_port
 from lockstep.errors import ClusterError
@@ -58,6 +59,7 @@ class Launcher:
         job: those that together distinguish this job from all others, and are equal on all its processes.
         signs: those that must be set for the launcher to be recognised; ``rank`` if empty.
         alone: a variable and its value that show a process which no launcher has started.
+        speaks_mpi: whether its processes can ask MPI where process 0 is.
         line: what to write so that all processes know the chief's address.
     """
 
@@ -72,6 +74,7 @@ class Launcher:
     job: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     alone: tuple[str, str] = ("", "")
+    speaks_mpi: bool = False
     line: str
 
     def is_recognised(self, environment: Mapping[str, str]) -> bool:
@@ -95,6 +98,7 @@ LAUNCHERS = (
     Launcher(  # sets Open MPI's variables too
         name="jsrun",
         rank="JSM_NAMESPACE_RANK",
+        speaks_mpi=True,
         size="JSM_NAMESPACE_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
@@ -104,6 +108,7 @@ LAUNCHERS = (
     Launcher(
         name="Open MPI",
         rank="OMPI_COMM_WORLD_RANK",
+        speaks_mpi=True,
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -115,6 +120,7 @@ LAUNCHERS = (
     Launcher(
         name="MVAPICH2",
         rank="MV2_COMM_WORLD_RANK",
+        speaks_mpi=True,
         size="MV2_COMM_WORLD_SIZE",
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
@@ -123,6 +129,7 @@ LAUNCHERS = (
     Launcher(
         name="MVAPICH",
         rank="MVP_COMM_WORLD_RANK",
+        speaks_mpi=True,
         size="MVP_COMM_WORLD_SIZE",
         local_rank="MVP_COMM_WORLD_LOCAL_RANK",
         local_size="MVP_COMM_WORLD_LOCAL_SIZE",
@@ -131,6 +138,7 @@ LAUNCHERS = (
     Launcher(  # Cray's and HPE's mpiexec
         name="PALS",
         rank="PALS_RANKID",
+        speaks_mpi=True,
         size="PMI_SIZE",
         local_rank="PALS_LOCAL_RANKID",
         local_size="PALS_LOCAL_SIZE",
@@ -158,6 +166,7 @@ LAUNCHERS = (
     Launcher(  # Platform MPI, later IBM's
         name="Platform MPI",
         rank="MPI_RANKID",
+        speaks_mpi=True,
         size="MPI_NRANKS",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
@@ -166,6 +175,7 @@ LAUNCHERS = (
     # MPICH and Intel MPI. SLURM's PMI has no MPI_LOCALRANKID, so a step of srun is not taken for them.
     Launcher(
         name="MPICH's or Intel MPI's Hydra",
+        speaks_mpi=True,
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
@@ -173,6 +183,14 @@ LAUNCHERS = (
         signs=("PMI_RANK", "MPI_LOCALRANKID"),
         line=_HYDRA,
     ),
+)
+
+INDEXED_JOB = Launcher(
+    name="Kubernetes's Indexed Job",
+    rank="JOB_COMPLETION_INDEX",
+    size="WORLD_SIZE",
+    signs=("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    line="env: [{name: MASTER_ADDR, value: hosta}, {name: MASTER_PORT, value: '29500'}] in the manifest",
 )
 
 SERVICES = (
@@ -185,6 +203,9 @@ SERVICES = (
         signs=("PET_NNODES",),
         line="torchrun train.py",
     ),
+    # Kubernetes numbers the pods of an Indexed Job, and those of a JobSet's jobs, which may be independent. The size is
+    # in the manifest: who gives one means one training.
+    INDEXED_JOB,
     Launcher(
         name="SkyPilot",
         rank="SKYPILOT_NODE_RANK",
@@ -277,8 +298,13 @@ def find_launcher(environment: Mapping[str, str], rows: tuple[Launcher, ...]) ->
     return next((row for row in rows if row.is_recognised(environment)), None)
 
 
-def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> ClusterSpec:
-    """The cluster that a launcher's variables declare. Raises ClusterError unless they are whole."""
+def parse_launcher(
+    environment: Mapping[str, str], launcher: Launcher, ask: Callable[[int, int], MpiJob | None] | None = None
+) -> ClusterSpec:
+    """The cluster that a launcher's variables declare. Raises ClusterError unless they are whole.
+
+    ``ask`` asks MPI, given this process's number and that of all, where no variable names the host of process 0.
+    """
     variables = Variables(environment, launcher.name, f"write `{launcher.line}`; {ALONE}")
     if not variables.get(launcher.size):
         number = f"{launcher.rank}={shown(variables.get(launcher.rank))}"
@@ -290,6 +316,12 @@ def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> Cluste
     variables.require(launcher.rank, launcher.size)
     index = variables.number(launcher.rank, most=size - 1)
     local = _is_on_one_host(variables, launcher, size)
+    names_host = local or _first(variables, launcher.chief)
+    told = ask(index, size) if launcher.speaks_mpi and ask is not None and not names_host else None
+    if told is not None:
+        job_id = variables.job_id() or f"job-{told.job}"
+        chief = (told.chief, *[""] * (size - 1))
+        return ClusterSpec(workers=chief, index=index, job_id=job_id, source=launcher.name)
     # Without an id two jobs on one host would derive the same port; their processes have different ancestors.
     job = _job(variables, launcher) or (local and launcher_process(launcher.rank)) or ""
     digest = hashlib.sha256(job.encode()).hexdigest()[:16]

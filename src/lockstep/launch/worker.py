@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +137,8 @@ def main() -> None:
         sys.last_value = error  # as Python does; what is called at exit looks there
         # ``runpy`` and this function stand above the program's first frame; without them the traceback is that of
         # ``python script.py``.
-        sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
+        with suppress(SystemExit):  # the launcher knows by the record above who failed first
+            sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
         sys.exit(1)
 
 

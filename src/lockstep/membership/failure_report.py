@@ -20,6 +20,22 @@ MESSAGE_LENGTH = 600
 """To how many characters the message of another error is cut in a report."""
 
 
+EXIT_OF_SURVIVOR = 138
+"""The exit code of a worker that ends because another one was lost or has failed.
+
+Operators of Kubernetes take codes up to 127 for permanent failures, and of those above some for permanent too. 138, as
+of SIGUSR1, is the one that Kubeflow's training operator leaves to programs that are to be started again.
+"""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that an uncaught exception ends: that of the first ClusterError that led to it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ClusterError):
+        cause = cause.__cause__
+    return 1 if cause is None else cause.exit_code
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
     """The cause of a job's early end."""
@@ -28,6 +44,7 @@ class FailureReport:
     reporter: int  # the rank of the worker that wrote the report
     reason: str  # the sentence that all workers raise
     traceback: str = ""  # the last lines of the failed worker's traceback; empty if no exception ended it
+    permanent: bool = False  # whether the same processes, started again, would fail in the same way
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -43,6 +60,7 @@ class FailureReport:
     def error(self, addition: str = "") -> ClusterError:
         """A new error to raise: raising an exception modifies it, so each caller needs its own."""
         error = ClusterError(self.reason + addition)
+        error.exit_code = 1 if self.permanent else EXIT_OF_SURVIVOR
         if self.traceback:
             error.add_note(f"Traceback of worker {self.worker}, its last lines:\n{self.traceback}")
         return error

@@ -20,9 +20,16 @@ from lockstep._torch_compat import PrefixStore, Store
 from lockstep.checks import check_seconds
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
-from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines
+from lockstep.membership.failure_report import (
+    FailureReport,
+    describe_exception,
+    exit_code_of,
+    last_traceback_lines,
+)
 from lockstep.membership.heartbeat import HeartbeatMonitor, WorkerEndedError
 from lockstep.membership.rendezvous import JoinResult, join_job, join_names
+from lockstep.membership.started_group import address_board
+from lockstep.tracebacks import exit_with_code_of
 
 T = TypeVar("T")
 
@@ -54,7 +61,14 @@ def join(
         raise ClusterError(f"an {spec.task} does not take part in the training; run it without joining the job")
     for name, value in (("timeout_s", timeout_s), ("lost_after_s", lost_after_s)):
         check_seconds(name, value)
-    joined = join_job(spec, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info or {}, report=report)
+    board = address_board(spec)
+    try:
+        joined = join_job(
+            spec, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info or {}, report=report, board=board
+        )
+    finally:
+        if board is not None:
+            board.close()
     return Membership(spec, joined, lost_after_s)
 
 
@@ -116,6 +130,7 @@ class Membership:
         # test_a_fork_of_a_member_is_none: a process of a DataLoader has this object too, and no thread that sends
         # heartbeats.
         self._pid, self._closed = os.getpid(), False
+        self._monitor.job.subscribe(lambda _: exit_with_code_of(exit_code_of))
         atexit.register(self.close)
         # Before the interpreter waits for the program's threads, which may wait for the other workers for ever. Python
         # has no public function for that; concurrent.futures uses this one. It keeps what it is given.
@@ -170,6 +185,7 @@ class Membership:
             # gloo writes the address of the other side in brackets; it is all that its error says of who is missing.
             if worker.rank != self.spec.index and f"[{worker.address}]" in str(error)
         ]
+        exit_with_code_of(exit_code_of)
         return self._monitor.explain_broken(error, " or ".join(names), waiting_in)
 
     def describe_other_statuses(self) -> str:

@@ -26,6 +26,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import FailureReport, describe_exception
 from lockstep.membership.heartbeat import Heartbeat
+from lockstep.membership.started_group import AddressBoard
 from lockstep.membership.store import (
     OWNER_KEY,
     PortTakenError,
@@ -100,21 +101,32 @@ class JoinResult(NamedTuple):
 
 
 def join_job(
-    spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Mapping[str, int], report: Callable[[str], None]
+    spec: ClusterSpec,
+    *,
+    timeout_s: float,
+    lost_after_s: float,
+    info: Mapping[str, int],
+    report: Callable[[str], None],
+    board: AddressBoard | None = None,
 ) -> JoinResult:
     """Waits until all workers of the job are there. ``report`` takes lines about who is still missing.
+
+    The chief tells the others on the ``board`` where its store listens; without one it is where the cluster says.
 
     Raises ClusterError if the store cannot be served or reached, or the rendezvous failed.
     """
     deadline = Deadline(spec.name(spec.index), timeout_s, report)
     serves = spec.index == 0 and not spec.store_is_served
-    server, (host, port) = _serve(spec, deadline, timeout_s) if serves else (None, spec.chief_address)
+    server, address = _serve(spec, deadline, timeout_s, any_port=board is not None) if serves else (None, None)
+    if board is not None and address is not None:
+        board.tell(*address)
     pause, poll_s = threading.Event(), _SHORTEST_POLL_S
     try:
         while True:
             try:
+                host, port = address or (spec.chief_address if board is None else board.ask())
                 rendezvous = _Rendezvous(spec, find_store(host, port), deadline, lost_after_s, info)
-                return JoinResult(*rendezvous.join(), server)
+                return JoinResult(*rendezvous.join(board.clear if board is not None and serves else None), server)
             except (StoreBrokenError, StoreSilentError) as error:
                 deadline.check(
                     f"{spec.name(0)}, where the job's store is ({error})",
@@ -126,13 +138,17 @@ def join_job(
         del server  # else a caught error would keep the store alive through its frames
 
 
-def _serve(spec: ClusterSpec, deadline: Deadline, timeout_s: float) -> tuple[Store, tuple[str, int]]:
+def _serve(spec: ClusterSpec, deadline: Deadline, timeout_s: float, *, any_port: bool) -> tuple[Store, tuple[str, int]]:
+    """Serves the store at the chief's address; with ``any_port``, at a free port of its host if that one is taken."""
     host, port = spec.chief_address if spec.workers[0] else ("127.0.0.1", 0)
     port_freed_by = time.monotonic() + min(_PORT_FREED_S, timeout_s)
     while True:
         try:
             listener = listen(host, port, spec.name(0))
         except PortTakenError:  # perhaps by an earlier run, which lets the others read how it ended
+            if any_port:
+                port = 0
+                continue
             if time.monotonic() > port_freed_by:
                 raise
         except UnknownHostError as error:  # a machine may learn its own name late, as a pod of Kubernetes does
@@ -162,13 +178,16 @@ class _Rendezvous:
         self._info_text = self._info.to_json()
         self._client = StoreClient(address.connect)
         self._run = ""  # in which this process has registered
+        self._holder_beats: dict[str, int] = {}  # of processes of this rank in earlier runs: when they were first seen
         # What the chief knows of the run:
         self._arrived: dict[int, WorkerInfo] = {}
         self._arrivals_read = 0  # entries of the list of arrivals
         self._missing_names = ""  # the missing workers that it has written down
 
-    def join(self) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
-        """Returns what a ``JoinResult`` has of this attempt.
+    def join(
+        self, once_registered: Callable[[], None] | None = None
+    ) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
+        """Returns what a ``JoinResult`` has of this attempt. The chief calls ``once_registered`` before it completes.
 
         Raises ClusterError if a worker is missing at the deadline or disagrees, or another process has this rank, and
         StoreBrokenError if the store is gone or not in use yet: try again.
@@ -176,7 +195,9 @@ class _Rendezvous:
         try:
             self._call(self._claim_store)
             workers = (
-                self._gather() if self._rank == 0 else self._repeat(self._poll, "start it, or look at what it does")
+                self._gather(once_registered)
+                if self._rank == 0
+                else self._repeat(self._poll, "start it, or look at what it does")
             )
             return workers, StoreKeys(self._spec, self._run), self._address, self._client
         except BaseException:
@@ -209,13 +230,15 @@ class _Rendezvous:
 
     # ---- the chief
 
-    def _gather(self) -> tuple[WorkerInfo, ...]:
+    def _gather(self, once_registered: Callable[[], None] | None) -> tuple[WorkerInfo, ...]:
         try:
             # test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process: the first run may have been
             # completed by processes that have ended since.
             for _ in range(2):  # who registers a second time is still there
                 self._run = self._call(self._open_run)
                 infos = self._repeat(self._poll_arrivals, "start them all, or look at why they ended")
+            if once_registered is not None:
+                once_registered()
             self._call(lambda store: store.set(StoreKeys(self._spec, self._run).complete, infos_to_text(infos)))
         except (StoreBrokenError, StoreSilentError):
             raise
@@ -262,7 +285,10 @@ class _Rendezvous:
         reason = str(error)
         if not isinstance(error, ClusterError):
             reason = describe_exception(self._spec.name(0), error, "the rendezvous")
-        report, keys = FailureReport(worker=0, reporter=0, reason=reason), StoreKeys(self._spec, self._run)
+        report, keys = (
+            FailureReport(worker=0, reporter=0, reason=reason, permanent=True),
+            StoreKeys(self._spec, self._run),
+        )
         try:
             self._client.call(lambda store: keys.write_failure(store, report), _ANSWER_TIMEOUT_S)
         except (StoreBrokenError, StoreSilentError):
@@ -303,13 +329,25 @@ class _Rendezvous:
         # A job that ended may be formed again by the same processes on the same store, as under a launcher that serves
         # it: test_the_same_processes_can_form_the_job_again.
         if complete or failure:
-            goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(rank))).ended
-            if goes_on and not self._spec.store_is_served:  # such a store lasts for one run
-                raise self._rank_taken(read(store, keys.rank(rank)))
+            # A store that a launcher serves lasts for many runs, and a process of this rank may live in one of them.
+            if complete and not failure and not self._spec.store_is_served:
+                self._check_holder(keys, store)
             return "the end of an earlier run of this job"
         keys.register(store, rank, self._info_text)
         self._run = run
         return f"{self._spec.name(0)} to begin"
+
+    def _check_holder(self, keys: StoreKeys, store: Store) -> None:
+        """Raises ClusterError if the process that holds this rank in a run sends heartbeats.
+
+        One that is silent was killed and this one started in its place, as operators of Kubernetes do. The others find
+        that out within ``lost_after_s``, and end the run.
+        """
+        holder = read(store, keys.rank(self._rank))
+        heartbeat = Heartbeat.from_json(read(store, keys.heartbeat(self._rank)))
+        before = self._holder_beats.setdefault(holder, heartbeat.count)
+        if heartbeat.count != before and not heartbeat.ended:
+            raise self._rank_taken(holder)
 
     def _rank_taken(self, holder: str) -> ClusterError:
         process = WorkerInfo.from_json(holder).process

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -17,39 +18,47 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep._torch_compat import Store, backend_of, forget_groups, use_own_dtensor_rng
+from lockstep._torch_compat import (
+    Store,
+    backend_of,
+    forget_groups,
+    register_group,
+    unregister_group,
+    use_own_dtensor_rng,
+)
 from lockstep.collectives import process_group
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.distributed import DistributedCommunicator
-from lockstep.errors import ClusterError, ConfigError, UsageError
+from lockstep.errors import ClusterError, ConfigError
 from lockstep.membership.membership import Membership
 from lockstep.parallel.mesh_layout import AXES, MeshLayout
 
 _numbers = itertools.count()
+# Of meshes beside a default group that is not theirs: the names of their groups, by device, shape and axis.
+_group_names: defaultdict[tuple[str, tuple[int, ...], str], set[str]] = defaultdict(set)
 
 
 class WorkerMesh:
     """torch's process groups over all workers of a job, and ``mesh``, the DeviceMesh of a layout.
 
     Every worker must make one. An operation waits ``timeout_s`` for a worker that is alive and does not come. A GPU
-    becomes the current one. Raises UsageError if the program has initialised torch's process groups already.
+    becomes the current one. A default group that the program, or the engine that runs it, has made stays as it is: the
+    mesh has groups beside it.
     """
 
     def __init__(self, membership: Membership, layout: MeshLayout, *, timeout_s: float, device: torch.device) -> None:
-        if dist.is_initialized():
-            raise UsageError(
-                "torch's process group is initialised already, and ParallelStrategy makes it over the workers of its "
-                "own job; leave out torch.distributed.init_process_group"
-            )
         self._membership = membership
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
         self._connections: list[process_group.GroupConnections] = []
         self._backends: list[Any] = []
         self._on_gpus: list[Any] = []
+        self._earlier_names: list[str] = []
         self._broken_off = False
+        # Ray Train and Accelerate make one (docs/how-to/ray.md), and end it themselves.
+        self._has_default_group = not dist.is_initialized()
         # A new name, since torch keeps what makes the groups of a backend under it and cannot take it back.
         self._name = f"lockstep_{next(_numbers)}"
         config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
@@ -87,10 +96,10 @@ class WorkerMesh:
             connections.shut_down()
         if backends and dist.is_initialized():
             if not self._on_gpus:
-                dist.destroy_process_group()
+                self._destroy()
             # Groups that were aborted are left to the end of the process (tests/collectives/test_nccl.py).
             elif not self._broken_off:
-                process_group.ends_in_time(dist.destroy_process_group)
+                process_group.ends_in_time(self._destroy)
             # Caches of DTensor hold the meshes that they have seen, and those their groups, with threads and sockets
             # (tests/strategies/test_parallel.py: test_a_closed_strategy_leaves_no_thread).
             forget_groups(self.mesh)
@@ -104,11 +113,44 @@ class WorkerMesh:
         # Registered for the life of the process: a strong reference would keep groups, threads and sockets as long.
         dist.Backend.register_backend(self._name, partial(_make_group_of, ref(self)), devices=["cpu"])
         rank, size = self._membership.spec.index, self._membership.spec.num_workers
-        dist.init_process_group(config, store=store, rank=rank, world_size=size, timeout=self._timeout)
-        mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(layout.shape), mesh_dim_names=AXES)
+        if self._has_default_group:
+            dist.init_process_group(config, store=store, rank=rank, world_size=size, timeout=self._timeout)
+            mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(layout.shape), mesh_dim_names=AXES)
+        else:
+            mesh = init_device_mesh(
+                self._device.type,
+                layout.shape,
+                mesh_dim_names=AXES,
+                backend_override=dict.fromkeys(AXES, config),
+            )
+            self._answer_to_earlier_names(mesh)
         if self._device.type == "cuda":
             self._connect(mesh)
         return mesh
+
+    def _answer_to_earlier_names(self, mesh: DeviceMesh) -> None:
+        """Has the groups found by the names of those of closed meshes that are equal to this one, but for the names.
+
+        DTensor's caches hold these, and torch gives the groups of each mesh new names, unless the default group ends
+        with them (test_the_group_says_who_this_is_and_where_the_others_are trains twice).
+        """
+        for axis in AXES:
+            group = mesh.get_group(axis)
+            names = _group_names[self._device.type, tuple(mesh.shape), axis]
+            for name in sorted(names - {group.group_name}):
+                register_group(name, group)
+                self._earlier_names.append(name)
+            names.add(group.group_name)
+
+    def _destroy(self) -> None:
+        """Ends the groups that were made here."""
+        while self._earlier_names:
+            unregister_group(self._earlier_names.pop())
+        if self._has_default_group:
+            dist.destroy_process_group()
+            return
+        for group in self.mesh.get_all_groups():
+            dist.destroy_process_group(group)
 
     def _make_current(self) -> None:
         """Sets the calling thread's GPU: DeviceMesh goes by LOCAL_RANK, and "cuda" is the first GPU by default."""

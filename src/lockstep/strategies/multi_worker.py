@@ -30,6 +30,7 @@ from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.config import LogicalDevice, default_devices, list_logical_devices, list_physical_devices
 from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
+from lockstep.membership.started_group import cluster_with_group, started_group
 from lockstep.mirroring.gradients.bucketed_all_reduce import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.local_sum import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
@@ -48,6 +49,16 @@ def worker_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
         return default_devices()
     names = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
     return tuple(device for device in list_logical_devices("GPU") if device.physical.name in names)
+
+
+def cluster_of_process(declared: ClusterSpec | None) -> ClusterSpec | None:
+    """The cluster of a strategy that was given ``declared``: that one, or what variables or torch's group say.
+
+    Raises ClusterError if they contradict each other. Who declares a single worker trains alone in any group.
+    """
+    if declared is not None and declared.num_workers == 1:
+        return declared
+    return cluster_with_group(cluster_from_environment() if declared is None else declared, started_group())
 
 
 def has_separate_gpus(gpus: Sequence[int]) -> bool:
@@ -328,7 +339,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
             then depend on it alone, to the last bit, and not on workers and devices of one kind; sums of GPUs go
             through host memory for it. None is one replica for each device.
         cluster: who takes part; None is what TF_CONFIG or the variables of a launcher say: torchrun's, mpirun's,
-            SLURM's and others. Without any, this process is the only worker.
+            SLURM's and others; or the process group of torch that is there already, as under Ray Train. Without any,
+            this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
         communication: how they communicate afterwards.
@@ -337,7 +349,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
 
     Raises:
         ConfigError: an unknown device, or one named twice; a number that cannot be; fewer replicas than workers.
-        ClusterError: a malformed cluster; workers that did not come; workers that disagree.
+        ClusterError: a malformed cluster; a process group of torch of another size or rank; workers that did not come;
+            workers that disagree.
     """
 
     @tensorflow_names.advise(tensorflow_names.ARGUMENTS)
@@ -360,7 +373,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
                 "its way between workers depends on their number; leave one of them out"
             )
         self.communication = communication or CommunicationOptions()
-        self.cluster = cluster if cluster is not None else cluster_from_environment()
+        self.cluster = cluster_of_process(cluster)
         replica_devices = select_devices(worker_devices(self.cluster) if devices is None else devices)
         job = WorkerJob(
             self.cluster,

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import tensorflow_names
-from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
     CommunicationOptions,
@@ -42,7 +41,13 @@ from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.generators import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, select_devices
-from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_job_settings, worker_devices
+from lockstep.strategies.multi_worker import (
+    START_TIMEOUT_S,
+    WorkerJob,
+    check_job_settings,
+    cluster_of_process,
+    worker_devices,
+)
 
 
 class MeshGroups:
@@ -108,8 +113,8 @@ class ParallelStrategy(ThreadedStrategy):
 
     Raises:
         ConfigError: degrees that do not fit the number of workers, or what does not work together.
-        UsageError: the program has initialised torch's process groups itself.
-        ClusterError: a malformed cluster; workers that did not come; workers that disagree.
+        ClusterError: a malformed cluster; a process group of torch of another size or rank; workers that did not come;
+            workers that disagree.
     """
 
     @tensorflow_names.advise(tensorflow_names.ARGUMENTS)
@@ -133,7 +138,7 @@ class ParallelStrategy(ThreadedStrategy):
     ) -> None:
         check_job_settings(cluster, seed, timeout_s, communication)
         self.communication = communication or CommunicationOptions()
-        self.cluster = cluster if cluster is not None else cluster_from_environment()
+        self.cluster = cluster_of_process(cluster)
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
         self.layout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)

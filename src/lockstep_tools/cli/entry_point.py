@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.console import fill_error
-from lockstep.errors import ConfigError, DataError, LockstepError, MissingExtraError
+from lockstep.errors import ClusterError, ConfigError, DataError, LockstepError, MissingExtraError
 from lockstep_tools.cli.in_workers import InWorkers
 
 INTERRUPTED = 130
@@ -74,6 +74,8 @@ def failure_line(error: BaseException) -> tuple[str, int]:
     message, exit_code = str(error), 1
     if isinstance(error, ConfigError | DataError | MissingExtraError):
         exit_code = 2
+    elif isinstance(error, ClusterError) and not _has_launcher():
+        exit_code = error.exit_code
     elif not isinstance(error, LockstepError | OSError):
         message = f"{type(error).__name__}: {error}; run again with --traceback to see where"
     text = " ".join([message, *(f"({note})" for note in getattr(error, "__notes__", ()))])

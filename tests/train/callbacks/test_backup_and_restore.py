@@ -54,6 +54,13 @@ def terminate(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_the_code_can_be_one_that_another_scheduler_takes_for_transient(model: Model, batches: Batches, tmp_path: Path):
+    backup = BackupAndRestore(tmp_path, exit_code=138)
+    with pytest.raises(SystemExit) as ended:
+        model.fit(batches, callbacks=[LambdaCallback(on_train_batch_begin=terminate), backup], verbose=0)
+    assert ended.value.code == 138
+
+
 def test_sigterm_saves_after_the_next_batch_and_ends_with_the_stated_code(
     model: Model, batches: Batches, tmp_path: Path, received: list[int], capsys: pytest.CaptureFixture[str]
 ):

@@ -2,7 +2,7 @@
 
 ``base`` has Callback, LambdaCallback, and CallbackList, which calls them: begin there. The others are the callbacks
 that Keras users know: checkpoints, early stopping, the learning rate, loggers, and the progress bar; and averages of
-the weights, and a limit of time.
+the weights, a limit of time, and reports to Ray Train.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lockstep.train.callbacks.learning_rate import LearningRateScheduler, Reduce
 from lockstep.train.callbacks.loggers import CSVLogger, MLflow, TensorBoard, Trackio, WeightsAndBiases
 from lockstep.train.callbacks.max_time import MaxTime
 from lockstep.train.callbacks.progress import ProgressBar
+from lockstep.train.callbacks.ray_train import RayTrain
 
 __all__ = [
     "EMA",
@@ -30,6 +31,7 @@ __all__ = [
     "MaxTime",
     "ModelCheckpoint",
     "ProgressBar",
+    "RayTrain",
     "ReduceLROnPlateau",
     "TensorBoard",
     "TerminateOnNaN",

@@ -28,7 +28,7 @@ from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.weights_formats import weights_format
 
 
-class _SavingCallback(Callback):
+class SavingCallback(Callback):
     """Saves at the end of epochs, or every ``save_freq`` global batches, counted over all epochs."""
 
     writes_files = True
@@ -46,7 +46,7 @@ class _SavingCallback(Callback):
         return self._due or (type(self.save_freq) is int and step % self.save_freq == 0)
 
 
-class ModelCheckpoint(_SavingCallback):
+class ModelCheckpoint(SavingCallback):
     """Saves during fit, always or only the best. Arguments as in Keras. With several workers the chief writes.
 
     With ``save_weights_only`` it writes files as ``Model.save_weights`` does, in the format of the suffix; without it,
@@ -187,13 +187,14 @@ SAVED_AND_STOPPED = 75
 """The exit code of a process that saved and ended on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 
-class BackupAndRestore(_SavingCallback):
+class BackupAndRestore(SavingCallback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
     On as many replicas the resumed training is bit-equal to one that was never interrupted; with ``replicas=`` of the
     strategy they are as many on any workers. On another number it goes on with the numbers of one device. On SIGTERM
-    to any worker during fit, all workers save after the same batch and exit with code 75; a process that had no handler
-    of its own ignores the signal from then on, so that a second one does not change the code. Arguments as in Keras.
+    to any worker during fit, all workers save after the same batch and exit with ``exit_code``; a process that had no
+    handler of its own ignores the signal from then on, so that a second one does not change the code. Arguments as in
+    Keras.
 
     Args:
         backup_dir: the folder of the backups, for this callback and this training alone. Other files in it are neither
@@ -221,8 +222,12 @@ class BackupAndRestore(_SavingCallback):
         save_freq: Literal["epoch", False] | int = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
+        *,
+        exit_code: int = SAVED_AND_STOPPED,
     ) -> None:
         super().__init__(save_freq, "'epoch', a number of batches, or False")
+        check_number("BackupAndRestore(exit_code)", exit_code, least=1, most=255, whole=True, optional=False)
+        self.exit_code = exit_code
         self.backup_dir = check_path(backup_dir, "BackupAndRestore(backup_dir)")
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
@@ -299,7 +304,7 @@ class BackupAndRestore(_SavingCallback):
         if self._ending:
             self._say(f"SIGTERM: saved {self._position()} to {path}; start again to go on")
             self._exits = True
-            raise SystemExit(SAVED_AND_STOPPED)
+            raise SystemExit(self.exit_code)
 
     def _position(self) -> str:
         position = self.model.training_state.position
