@@ -11,6 +11,7 @@ import torch
 import transformers
 from datasets import Dataset
 from sentence_transformers import cross_encoder
+from sentence_transformers import sparse_encoder as sparse
 from sentence_transformers.sentence_transformer import losses, modules
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from tests.clients.training import SETTINGS, sentence, tokenizer
@@ -162,6 +163,27 @@ def pair_encoder(base: type, args: dict[str, Any], **named: Any) -> Any:
 
 def test_the_trainer_of_cross_encoders(compare: Any) -> None:
     compare(pair_encoder, cross_encoder.CrossEncoderTrainer, replicas=3)
+
+
+def sparse_encoder(base: type, args: dict[str, Any], **named: Any) -> Any:
+    """A callback of its trainer raises the weights of the regularizers, which are means over rows, squared."""
+    torch.manual_seed(0)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **SIZES, **NO_DROPOUT))
+    with tempfile.TemporaryDirectory() as folder:
+        bert.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        words = modules.Transformer(folder, transformer_task="fill-mask")
+    model = sparse.SparseEncoder(modules=[words, sparse.modules.SpladePooling("max")], device="cpu")
+    ranking = sparse.losses.SparseMultipleNegativesRankingLoss(model)
+    weights = {"document_regularizer_weight": 6.0, "query_regularizer_weight": 4.0}
+    loss = sparse.losses.SpladeLoss(model, ranking, **weights)
+    config = sparse.SparseEncoderTrainingArguments(**args, eval_strategy="epoch")
+    return base(model, config, rows(89, pairs=True), rows(19, salt=1, pairs=True), loss, **named)
+
+
+@pytest.mark.filterwarnings("error:.*replicas.*")
+def test_the_trainer_of_sparse_encoders(compare: Any) -> None:
+    compare(sparse_encoder, sparse.SparseEncoderTrainer, replicas=3)
 
 
 def test_a_loss_with_weights_that_are_each_replica_s(compare: Any, own_storage: None) -> None:
