@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(7, 4, generator=generator), torch.randn(7, 2, generator=generator)) for _ in range(BATCHES)]
 
 
-def make_module() -> nn.Module:
+def make_module(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2))
 
 
 class Death(ls.Callback):
@@ -53,14 +54,14 @@ def train(config: dict[str, Any]) -> None:
     folder, kind = Path(config["folder"]), config["kind"]
     seen: dict[str, Any] = {"threads": torch.get_num_threads()}
     divided = "tensor" in kind
-    network = make_module()
+    network = make_module(0.5 if "replicas" in kind else 0.0)
     if divided:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         strategy: Any = ls.ParallelStrategy(tensor=2, seed=0)
         network = strategy.parallelize(network, {"0": ColwiseParallel(), "3": RowwiseParallel()})
     else:
-        strategy = ls.MultiWorkerMirroredStrategy(seed=0)
+        strategy = ls.MultiWorkerMirroredStrategy(seed=0, replicas=2 if "replicas" in kind else None)
     seen["workers"] = strategy.workers.processes.size
     if kind == "own loop":
         seen["weights"] = own_loop(strategy, network)
@@ -99,6 +100,18 @@ def own_loop(strategy: Any, network: nn.Module) -> list[float]:
     return flat(model.state_dict())
 
 
+def fit(folder: Path, kind: str, *, workers: int, failures: int) -> Any:
+    """One training of Ray; one with the name of an earlier one goes on from its checkpoints."""
+    return TorchTrainer(
+        train,
+        train_loop_config={"folder": str(folder), "kind": kind},
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name=kind, storage_path=str(folder / "results"), failure_config=FailureConfig(max_failures=failures)
+        ),
+    ).fit()
+
+
 def outside() -> str:
     """What the callback says that is not made in a train function."""
     try:
@@ -116,14 +129,10 @@ def main() -> None:
         if kind == "outside":
             (folder / f"{kind}.json").write_text(json.dumps(outside()))
             continue
-        result = TorchTrainer(
-            train,
-            train_loop_config={"folder": str(folder), "kind": kind},
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(
-                name=kind, storage_path=str(folder / "results"), failure_config=FailureConfig(max_failures=1)
-            ),
-        ).fit()
+        if "fewer" in kind:
+            with suppress(ray.train.WorkerGroupError):
+                fit(folder, kind, workers=2, failures=0)
+        result = fit(folder, kind, workers=1 if "fewer" in kind else 2, failures=1)
         (folder / f"{kind}.json").write_text(json.dumps(result.metrics))
     ray.shutdown()
 

@@ -21,7 +21,7 @@ from tests.engines.ray_training import BATCHES, EPOCHS, batches, flat, make_modu
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
-KINDS = ("fit", "fit killed", "own loop", "tensor", "tensor killed", "outside")
+KINDS = ("fit", "fit killed", "own loop", "tensor", "tensor killed", "replicas", "replicas killed fewer", "outside")
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(LIMIT_S + 60)]
 
@@ -81,6 +81,13 @@ def test_a_training_whose_worker_was_killed_ends_with_the_same_bits(trainings: P
     killed = seen(trainings, f"{kind} killed")
     assert killed == seen(trainings, kind)
     assert killed[0]["epochs"] == [*range(EPOCHS)]
+
+
+def test_a_training_that_goes_on_on_fewer_workers_ends_with_the_same_bits(trainings: Path):
+    assert (trainings / "replicas killed fewer died").exists()
+    fewer = json.loads((trainings / "replicas killed fewer 0.json").read_text())
+    assert fewer["workers"] == 1
+    assert fewer["weights"] == seen(trainings, "replicas")[0]["weights"]
 
 
 def test_numbers_and_checkpoints_are_reported(trainings: Path):
