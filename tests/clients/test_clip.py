@@ -52,16 +52,38 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**transformers.default_data_collator(rows), "return_loss": True}
 
 
-def make(base: type, args: dict[str, Any], **named: Any) -> Any:
+def make(base: type, args: dict[str, Any], *, last: tuple[int, int] = (5, 7), **named: Any) -> Any:
+    """``last``: the rows of the last batches of training and evaluation."""
     config = transformers.TrainingArguments(**args, eval_strategy="epoch", remove_unused_columns=False)
     base = transformers.Trainer if base is CLIPTrainer else base  # on one device the model's own loss
-    return base(clip(), config, collate, train_dataset=pairs(12 * 7 + 5, 1), eval_dataset=pairs(19, 2), **named)
+    return base(
+        clip(), config, collate, train_dataset=pairs(12 * 7 + last[0], 1), eval_dataset=pairs(12 + last[1], 2), **named
+    )
 
 
 @pytest.mark.filterwarnings("error:.*replicas.*")
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_loss_of_gathered_embeddings_equals_that_of_the_model_on_one_device(compare: Any, replicas: int) -> None:
     compare(make, CLIPTrainer, replicas=replicas)
+
+
+class LoggingCLIPTrainer(CLIPTrainer):
+    """Also gathers by the accelerator, as trainers do for their logs."""
+
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        result = super().compute_loss(*args, **named)
+        self.accelerator.gather(torch.ones(1))
+        return result
+
+
+@pytest.mark.filterwarnings("error:.*replicas.*")
+def test_a_replica_without_rows_gathers_none(compare: Any) -> None:
+    """The last batches have 3 rows for 4 replicas."""
+    compare(make_logging, LoggingCLIPTrainer, replicas=4)
+
+
+def make_logging(base: type, args: dict[str, Any], **named: Any) -> Any:
+    return make(CLIPTrainer if base is LoggingCLIPTrainer else base, args, last=(3, 3), **named)
 
 
 def test_the_loss_of_the_model_itself_is_warned_of(make_strategy: Any, tmp_path: Any) -> None:

@@ -13,16 +13,51 @@ There are two ways to count the loss of a gathered batch once, and each gives th
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from lockstep._torch_compat import tree_map
 from lockstep.checks import check_kind
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import in_cross_replica_context
 
 T = TypeVar("T")
+
+
+@dataclass
+class GatherBlock:
+    """A block of a replica's step in which ``gather_rows`` may be called.
+
+    Args:
+        counts: whether the replica's rows do; False for one that has none, and computes some of another's so that it
+            meets the others in collectives: these are left out.
+
+    Attributes:
+        has_gathered: whether rows have been gathered, so that every replica must run the backward pass.
+    """
+
+    counts: bool
+    has_gathered: bool = False
+
+    def __enter__(self) -> GatherBlock:
+        self._token = _block.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _block.reset(self._token)
+
+
+_block: ContextVar[GatherBlock | None] = ContextVar("lockstep_gather_block", default=None)
+
+
+def has_gathered_rows() -> bool:
+    """Whether ``gather_rows`` has been called in the ``GatherBlock`` in which this is."""
+    block = _block.get()
+    return block is not None and block.has_gathered
 
 
 def gather_rows(value: T) -> T:
@@ -56,6 +91,10 @@ def gather_rows(value: T) -> T:
     context = _context("gather_rows")
     if context is None:
         return value
+    if (block := _block.get()) is not None:
+        block.has_gathered = True
+    if block is not None and not block.counts:
+        value = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, value)
     gathered: T = context.all_gather(value, axis=0)
     return gathered
 
@@ -81,6 +120,10 @@ def row_numbers(value: torch.Tensor) -> torch.Tensor:
     if not value.ndim:
         raise ConfigError("row_numbers got a tensor without dimensions, expected one of shape [rows, ...]")
     rows = len(value)
+    block = _block.get()
+    if context is not None and block is not None and not block.counts:
+        _first_row(context, 0)
+        return torch.zeros(rows, dtype=torch.int64, device=value.device)
     first = 0 if context is None else _first_row(context, rows)
     return torch.arange(first, first + rows, device=value.device)
 

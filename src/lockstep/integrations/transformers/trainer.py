@@ -57,6 +57,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context, in_context
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.gather_rows import GatherBlock, has_gathered_rows
 from lockstep.train.batch import keeping_modes, preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
 
@@ -128,7 +129,9 @@ class Trainer(transformers.Trainer):
         backward = self.accelerator.backward
         # transformers calls backward in the middle of its training_step; there is no hook between the loss and its
         # gradients.
-        self.accelerator.backward = lambda loss, **named: None if is_left_out() else backward(weighted(loss), **named)
+        self.accelerator.backward = lambda loss, **named: (
+            None if is_left_out() and not has_gathered_rows() else backward(weighted(loss), **named)
+        )
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Transformers sets the seed for it; so the replicas' random states are seeded again too."""
@@ -397,6 +400,7 @@ class Trainer(transformers.Trainer):
                 weighing(Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
                 self._gathering(view),
+                GatherBlock(counts=shard.rows > 0),
             ):
                 step = super(Trainer, view).training_step
                 part = step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
@@ -440,7 +444,8 @@ class Trainer(transformers.Trainer):
     ) -> sharding.Prediction | None:
         if not shard.rows and not self._gathers:
             return None
-        with weighing(Share(shard.count, shard.total)) as share, self._gathering(view):
+        block = GatherBlock(counts=shard.rows > 0)
+        with weighing(Share(shard.count, shard.total)) as share, self._gathering(view), block:
             step = super(Trainer, view).prediction_step
             loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
         if not shard.rows:
