@@ -403,11 +403,40 @@ def test_the_module_is_plain_again_afterwards() -> None:
     trainer_with("auto", max_epochs=1).fit(module, data(29), data(21, 1))
 
 
+class Greatest(Network):
+    """The greatest loss of the rows: that of the halves too, but not a share of a replica's gradients."""
+
+    def loss(self, out, y):
+        return F.cross_entropy(out, y, reduction="none").max()
+
+
+class MixingInTraining(Network):
+    """Its term is not there in evaluation mode."""
+
+    def loss(self, out, y):
+        loss = F.cross_entropy(out, y)
+        return loss + out.var(0).mean() if self.training else loss
+
+
+class MeanOfLosses(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.net(batch[0]), batch[1])
+        self.mean(loss)
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
         (Manual, ConfigError, "automatic_optimization=False"),
         (Mixing, ConfigError, "neither a mean nor a sum over rows"),
+        (MixingInTraining, ConfigError, "neither a mean nor a sum over rows"),
+        (Greatest, ConfigError, "neither a mean nor a sum over rows"),
+        (MeanOfLosses, UsageError, "MeanMetric got one number in a step"),
     ],
 )
 def test_refused(module: Any, error: Any, message: str) -> None:
@@ -433,6 +462,50 @@ def test_a_logged_value_that_is_no_mean_is_warned_of() -> None:
 
     with pytest.warns(UserWarning, match="perplexity of training_step is .* neither a mean nor a sum over rows"):
         trained(Task(Exponential), LockstepStrategy(replicas=2))
+
+
+def test_a_metric_of_the_losses_of_rows_is_that_of_one_device() -> None:
+    class Rows(MeanOfLosses):
+        def training_step(self, batch, batch_idx):
+            losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+            self.mean(losses)
+            self.mean.update(losses.mean(), weight=len(losses))
+            return losses.mean()
+
+    expected, _ = trained(Task(Rows), "auto")
+    module, _ = trained(Task(Rows), LockstepStrategy(replicas=3))
+    assert float(module.mean.compute()) == pytest.approx(float(expected.mean.compute()), rel=TOLERANCE)
+
+
+def test_counts_that_some_shards_leave_as_they_were_are_those_of_one_device() -> None:
+    class Counting(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hard, self.steps = 0, 0
+
+        def training_step(self, batch, batch_idx):
+            self.hard += int((batch[1] == 2).sum())
+            self.steps += 1
+            return super().training_step(batch, batch_idx)
+
+    expected, _ = trained(Task(Counting), "auto")
+    module, _ = trained(Task(Counting), LockstepStrategy(replicas=3))
+    assert (module.hard, module.steps) == (expected.hard, expected.steps)
+
+
+def test_a_dict_that_a_step_changes_is_warned_of_and_has_no_rows_of_comparisons() -> None:
+    class Collecting(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: dict[str, list[int]] = {"rows": []}
+
+        def training_step(self, batch, batch_idx):
+            self.found["rows"].append(len(batch[1]))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match=r"training_step changes self.found, a dict or a list of lists"):
+        module, _ = trained(Task(Collecting), LockstepStrategy(replicas=2))
+    assert module.found["rows"] == [4, 4, 4, 3] * EPOCHS  # replica 0's of 8, 8, 8, 5 rows
 
 
 def test_devices_of_the_trainer_are_not_ignored() -> None:

@@ -4,7 +4,7 @@
     self.seen += len(x)            the changes are added up or averaged, as the comparison of halves shows
     self.last = logits             joined as what steps return
 
-Attributes with other values, such as objects that a step changes, stay each replica's own.
+Dicts, and lists of lists, stay each replica's own, which is warned of; so do objects that a step changes.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class AttributeWatch:
     def __init__(self, parts: Sequence[nn.Module], ignored: frozenset[str]) -> None:
         self._parts, self._ignored = parts, ignored
         self._before = {place: self._noted(value) for place, value in self._present()}
+        self._nested = {
+            (number, name): (value, _copied(value), _signature(value))
+            for number, part in enumerate(parts)
+            for name, value in vars(part).items()
+            if name not in ignored and _is_nested(value)
+        }
 
     def _present(self) -> list[tuple[Place, Any]]:
         return [
@@ -78,8 +84,14 @@ class AttributeWatch:
                 changes[place] = Change("value", value)
         return changes
 
+    def not_joined(self) -> list[str]:
+        """The names of the dicts and lists of lists that have changed since the watch was made."""
+        return [name for (_, name), (value, _, before) in self._nested.items() if _signature(value) != before]
+
     def undo(self) -> None:
         """Brings the attributes to what they were, but for what was written into tensors."""
+        for value, before, _ in self._nested.values():
+            _restore(value, before)
         for place, value in self._present():
             if place not in self._before:
                 del vars(self._parts[place[0]])[place[1]]
@@ -116,14 +128,62 @@ def joined_changes(
         counts = [count for _, count in pairs]
         kind, values = pairs[0][0].kind, [change.value for change, _ in pairs]
         if kind == "number":
-            parts = [Part(value=value, rows=count) for value, count in zip(values, counts, strict=True)]
-            result[place] = Change(kind, combined(rules.get(what, "rows"), parts, device))
+            result[place] = Change(kind, _joined_number(place, changes, rows, rules.get(what), device))
         elif kind == "items":
             columns = enumerate(zip(*values, strict=True))
             result[place] = Change(kind, [joined(column, counts, device, f"{what}[{at}]") for at, column in columns])
         else:
             result[place] = Change(kind, joined(values, counts, device, what))
     return result
+
+
+def _joined_number(
+    place: Place, changes: Sequence[Mapping[Place, Change]], rows: Sequence[int], rule: str | None, device: torch.device
+) -> Tensor | float:
+    """The change of a number. A shard that leaves it as it was changes it by 0.
+
+    As long as no comparison has shown a rule, whole numbers that differ are counts of rows, and are added up.
+    """
+    values = [shard[place].value if place in shard else 0 for shard in changes]
+    whole = all(
+        isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point()) for value in values
+    )
+    differ = any(float(value) != float(values[0]) for value in values)
+    parts = [Part(value=value, rows=count) for value, count in zip(values, rows, strict=True)]
+    parts.sort(key=lambda part: not isinstance(part.value, Tensor))  # the first one tells whether it is a tensor
+    return combined(rule or ("sum" if whole and differ else "rows"), parts, device)
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, (dict, list)) for item in value)
+    return isinstance(value, dict)
+
+
+def _copied(value: Any) -> Any:
+    """A dict or list, and the dicts and lists in it, as they are now."""
+    if isinstance(value, dict):
+        return [(key, item, _copied(item)) for key, item in value.items()]
+    return [(item, _copied(item)) for item in value] if isinstance(value, list) else None
+
+
+def _restore(value: Any, before: Any) -> None:
+    if isinstance(value, dict):
+        value.clear()
+        value.update((key, item) for key, item, _ in before)
+    elif isinstance(value, list):
+        value[:] = [item for item, _ in before]
+    for *_, item, inner in before or ():
+        _restore(item, inner)
+
+
+def _signature(value: Any) -> Any:
+    """What differs once a dict or list, or one in it, has changed."""
+    if isinstance(value, dict):
+        return [(key, _signature(item)) for key, item in value.items()]
+    if isinstance(value, list):
+        return [_signature(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool)) else id(value)
 
 
 def _is_number(value: Any) -> bool:

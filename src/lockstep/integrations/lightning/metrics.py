@@ -119,6 +119,8 @@ class _Answers:
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         context = get_replica_context()
+        if context is not None:
+            self._refuse_number_of_shard(context, args, kwargs)
         if context is None:
             self.plain["update"](*args, **kwargs)
         elif _mode.get() == "compared":
@@ -126,11 +128,25 @@ class _Answers:
         else:
             self.copies[context.local_replica].update(*args, **kwargs)
 
+    def _refuse_number_of_shard(self, context: ReplicaContext, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Refuses one number of each replica in MeanMetric and its like, to which it would be one of the batch."""
+        is_aggregator = any(kind.__name__ == "BaseAggregator" for kind in type(self.part).__mro__)
+        if not is_aggregator or context.num_replicas_in_sync == 1 or "weight" in kwargs or len(args) != 1:
+            return
+        if isinstance(args[0], (int, float)) or (isinstance(args[0], torch.Tensor) and not args[0].ndim):
+            raise UsageError(
+                f"{type(self.part).__name__} got one number in a step, which is that of one replica's rows, and there "
+                f"are {context.num_replicas_in_sync}; give it the numbers of the rows (a loss with reduction='none'), "
+                "MeanMetric also weight=len(x), or log the number itself, self.log('loss', loss), which is then that "
+                "of the whole batch"
+            )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Updates, and returns the value of the rows of all replicas in this call."""
         context = get_replica_context()
         if context is None:
             return self.plain["forward"](*args, **kwargs)
+        self._refuse_number_of_shard(context, args, kwargs)
         call = self._update_for_call(context, args, kwargs)
         mode = _mode.get()
         if mode == "compared":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -253,6 +253,8 @@ class ModuleSteps:
             with metrics_alone() if alone else _nothing():
                 outcome = self._call(name, shard.batch, shard.rows, rest)
                 outcome.changes = watch.changes()
+                if context.num_replicas_in_sync > 1:
+                    _warn_of_not_joined(name, watch.not_joined())
         if name == "training_step":
             self._back_propagate(outcome, rules)
         self._join_attributes(watch, outcome, rules)
@@ -408,6 +410,8 @@ class ModuleSteps:
                 ):
                     blocks.enter_context(block)
                 copy.eval()
+                if name == "training_step":
+                    self._show_training(watch, lambda: self._call(name, shard.batch, shard.rows, rest))
                 outcomes = []
                 for batch in (shard.batch, *split_batch(shard.batch, 2, reader)):
                     rows = shard.rows if batch is shard.batch else batch_rows(reader.marked(batch))
@@ -425,6 +429,23 @@ class ModuleSteps:
         whole, *halves = outcomes
         tolerance = tolerance_of([*tree_leaves(shard.batch), *copy.parameters()])
         return _comparisons(whole, halves, tolerance)
+
+    def _show_training(self, watch: AttributeWatch, call: Callable[[], Outcome]) -> None:
+        """Has the module itself train, and not its parts, if its step then gives the same number twice.
+
+        Terms under ``if self.training`` are compared then. A step that draws random numbers cannot be.
+        """
+        parts: Sequence[Any] = self._watched[replica_of_step().local_replica]
+        for part in parts:
+            part.training = True
+        numbers = []
+        for _ in range(2):
+            loss = call().loss
+            numbers.append(None if loss is None else float(loss.detach()))
+            watch.undo()
+        if numbers[0] != numbers[1]:
+            for part in parts:
+                part.training = False
 
     # Of all replicas.
 
@@ -463,6 +484,16 @@ def _nothing() -> Iterator[None]:
     yield
 
 
+def _warn_of_not_joined(step: str, names: Sequence[str]) -> None:
+    for name in names:
+        warnings.warn(
+            f"{step} changes self.{name}, a dict or a list of lists, in each replica for its own rows, and the module "
+            "keeps that of replica 0; numbers, tensors and lists of one item a step are joined: collect in these, in a "
+            "torchmetrics metric, or in a hook such as on_validation_batch_end",
+            stacklevel=2,
+        )
+
+
 def _rule_of_loss(parts: Sequence[Part], rules: Mapping[str, str]) -> str:
     return rules.get(LOSS) or candidates(parts, "rows")[0]
 
@@ -487,13 +518,18 @@ def _comparisons(whole: Outcome, halves: Sequence[Outcome], tolerance: float) ->
     parts, parts_of_halves = whole.parts(), [half.parts() for half in halves]
     result: dict[str, _Comparison] = {}
     for number, part in parts.items():
-        if not all(number in half for half in parts_of_halves):
+        if not number.startswith("self.") and not all(number in half for half in parts_of_halves):
             continue
-        of_halves = [half[number] for half in parts_of_halves]
+        # What a step has left as it was, it has changed by 0: a count of what some rows have.
+        of_halves = [
+            found.get(number, Part(value=0, rows=half.rows))
+            for found, half in zip(parts_of_halves, halves, strict=True)
+        ]
         numbers = [one.number for one in (part, *of_halves)]
         if not all(map(math.isfinite, numbers)) and (number == LOSS or not all(map(math.isnan, numbers))):
             continue  # such as a mean over labels that are all ignored, which shows nothing
         assumed = next((logged.assumed for logged in whole.logged.values() if logged.name == number), "rows")
-        fitting = [rule for rule in candidates(of_halves, assumed) if fits(rule, part, of_halves, tolerance=tolerance)]
+        rules = candidates(of_halves, assumed, adds_up=number == LOSS)
+        fitting = [rule for rule in rules if fits(rule, part, of_halves, tolerance=tolerance)]
         result[number] = _Comparison(tuple(fitting), part.number, float(combined("rows", of_halves)))
     return result

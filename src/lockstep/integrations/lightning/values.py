@@ -99,14 +99,18 @@ def combined(rule: str, parts: Sequence[Part], device: torch.device | None = Non
     return torch.tensor(result, dtype=dtype, device=device)
 
 
-def candidates(parts: Sequence[Part], assumed: str) -> list[str]:
-    """The rules that a number may follow, the likeliest first."""
+def candidates(parts: Sequence[Part], assumed: str, *, adds_up: bool = False) -> list[str]:
+    """The rules that a number may follow, the likeliest first; with ``adds_up`` those of sums, whose gradients add up.
+
+    A maximum of some rows is one in their halves too, but no share of a replica's gradients makes its gradient.
+    """
     if all(math.isnan(part.number) for part in parts):
         return [SAME]  # in a comparison, metrics have no value
     counted = all(part.count is not None for part in parts)
     sized = all(part.batch_size is not None for part in parts)
     first = ["count"] if counted and assumed == "rows" else []
     rest = [rule for rule in _RULES if (rule != "count" or counted) and (rule != "batch_size" or sized)]
+    rest = [rule for rule in rest if not adds_up or rule not in _EXTREMES]
     return list(dict.fromkeys([*first, assumed, *rest]))
 
 

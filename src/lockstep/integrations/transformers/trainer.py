@@ -420,10 +420,11 @@ class Trainer(transformers.Trainer):
         return bool(self.accelerator.sync_gradients) and not self._agrees_on_memory
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; the replicas clip if the optimizer holds all gradients."""
+        """As in transformers, which clips the gradients of the model; the replicas do if those are the optimizer's."""
         ids = {id(parameter) for group in self._mirrored_optimizer.param_groups for parameter in group["params"]}
+        of_model = {id(parameter) for parameter in model.parameters()}
         has_others = any(parameter.grad is not None and id(parameter) not in ids for parameter in model.parameters())
-        if has_others or self.accelerator.scaler is not None:
+        if has_others or ids - of_model or self.accelerator.scaler is not None:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         return self._mirrored_optimizer.clip_sums(self.args.max_grad_norm)
 
