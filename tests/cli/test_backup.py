@@ -15,6 +15,8 @@ from PIL import Image
 from tests.cli.conftest import Start
 from tests.conftest import FreePorts
 
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = str(Path(__file__).parent / "programs" / "interrupted.py")
@@ -122,7 +124,7 @@ def test_workers_of_which_one_was_killed_go_on_at_the_very_sample(start_both, tm
     numbers, weights, _ = came_to(tmp_path, "undisturbed")
 
     (code, _, said), (killed, _, _) = map(ended, start_both("SIGKILL 9", *EVERY_4))
-    assert (code, killed) == (1, -signal.SIGKILL)
+    assert (code, killed) == (EXIT_OF_SURVIVOR, -signal.SIGKILL)
     assert "worker 1" in said
     assert backups(tmp_path) == ["step-00000008"]
 

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import Start
 from tests.conftest import FreePorts
 
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR
 from lockstep_tools.cli import main
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
@@ -54,7 +55,7 @@ def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write,
     program = write("import os, signal\nif os.environ['RANK'] == '1': raise ValueError('lost')\nsignal.pause()")
     words = ("run", "--workers", "1", "--quiet", "--hosts", f"127.0.0.1:{port},127.0.0.2:{port}", "--index")
     first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
-    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
+    assert ends(first) == (EXIT_OF_SURVIVOR, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
     assert "lockstep: error: worker 1 of 2 failed with the ValueError above; its log is " in ends(second)[2]
 
 
@@ -64,7 +65,7 @@ def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Sta
     program = write(fail)
     first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
     assert ends(second)[0] == 1
-    assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
+    assert ends(first) == (EXIT_OF_SURVIVOR, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
 
 
 def test_hosts_that_know_only_the_first_make_one_job(start_lockstep: Start, write, port: int):

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 import lockstep as ls  # noqa: E402
 from lockstep.collectives.communicator import all_gather_object  # noqa: E402
 from lockstep.errors import ClusterError  # noqa: E402
+from lockstep.membership.failure_report import EXIT_OF_SURVIVOR  # noqa: E402
 
 pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
@@ -182,5 +183,5 @@ def test_a_worker_that_dies_ends_the_others_with_its_name(
     _, said = started[0].communicate(timeout=120)
 
     assert started[1].wait(timeout=60) == 3
-    assert started[0].returncode == 1
+    assert started[0].returncode == EXIT_OF_SURVIVOR
     assert said.strip().splitlines()[-1].startswith("lockstep.errors.ClusterError: worker 1 (localhost:")

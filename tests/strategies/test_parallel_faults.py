@@ -97,6 +97,6 @@ def test_a_worker_that_is_lost_in_mid_step_is_named(start_job: Any, axis: str, t
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_an_exception_in_a_part_of_the_model_is_the_other_s_error(start_job: Any, axis: str):
     job = start_job(fit, "index", 1, axis, "fails")
-    assert [worker.end() for worker in job] == [1, 1]
+    assert [worker.end() for worker in job] == [EXIT_OF_SURVIVOR, 1]
     assert "ValueError: no such layer" in job[1].error
     assert re.search(r"ClusterError: worker 1 .* failed with ValueError: no such layer", job[0].error), job[0].errors
