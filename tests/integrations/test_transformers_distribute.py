@@ -190,3 +190,30 @@ def test_workers_gather_too(tiny: Any) -> None:
     theirs = tiny.train(few_rows(tiny), Compared)
     ours = tiny.Outcome(*ls.launch(job, workers=2, args=(PROGRAM,), timeout_s=120), None)
     tiny.assert_same(ours, theirs, far=1e-6)
+
+
+class WithHead(transformers.Trainer):
+    """Trains a module beside the model, whose gradients transformers does not clip."""
+
+    def __init__(self, *args: Any, **named: Any):
+        torch.manual_seed(3)
+        self.head = nn.Linear(2, 2)
+        super().__init__(*args, **named)
+
+    def create_optimizer(self, *_: Any):
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.head.parameters()], 0.1)
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(self.head(outputs.logits[:, :2].to(self.head.weight.dtype)), labels % 2)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_the_gradients_of_a_module_beside_the_model_are_not_clipped(tiny: Any, make_strategy: MakeStrategy) -> None:
+    task = tiny.Task(args={"max_grad_norm": 0.01})
+    theirs = tiny.train(task, WithHead)
+    ours = tiny.train(task, distribute(WithHead), replicas=2, strategy=make_strategy(2))
+    tiny.assert_same(ours, theirs)
+    torch.testing.assert_close(ours.trainer.head.weight, theirs.trainer.head.weight, rtol=1e-6, atol=1e-7)
