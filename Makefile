@@ -119,5 +119,5 @@ docs: $(STAMP) ## build the documentation, warnings being errors
 	@echo "docs/_build/html/index.html"
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(PEERS_VENV) $(ENGINES_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(PEERS_VENV) $(CLIENTS_VENV) $(ENGINES_VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+from tests import oracle
 from tests.conftest import FreePorts
 from tests.programs.launched import batches, make_module
 from tests.tiers import partly_slow
@@ -34,12 +36,7 @@ KILLED = {"Open MPI": 137, "MPICH": 9}  # the exit codes of mpirun after SIGKILL
 def expected() -> list[float]:
     """The weights of a loop on one device."""
     module = make_module()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    for _ in range(3):
-        for x, y in batches():
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(module(x), y).backward()
-            optimizer.step()
+    oracle.train(module, batches(), partial(torch.optim.SGD, lr=0.1), torch.nn.functional.mse_loss, epochs=3)
     return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
 
 

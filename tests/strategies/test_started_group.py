@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import oracle
 from tests.conftest import FreePorts
 from tests.programs.started_group import batches, make_module
 from tests.tiers import partly_slow
@@ -23,12 +25,7 @@ Python = Callable[..., Any]
 def expected() -> list[float]:
     """The weights of a loop on one device."""
     module = make_module()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    for _ in range(3):
-        for x, y in batches():
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(module(x), y).backward()
-            optimizer.step()
+    oracle.train(module, batches(), partial(torch.optim.SGD, lr=0.1), torch.nn.functional.mse_loss, epochs=3)
     return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
 
 

@@ -317,10 +317,10 @@ def parse_launcher(
     index = variables.number(launcher.rank, most=size - 1)
     local = _is_on_one_host(variables, launcher, size)
     names_host = local or _first(variables, launcher.chief)
-    told = ask(index, size) if launcher.speaks_mpi and ask is not None and not names_host else None
-    if told is not None:
-        job_id = variables.job_id() or f"job-{told.job}"
-        chief = (told.chief, *[""] * (size - 1))
+    mpi_job = ask(index, size) if launcher.speaks_mpi and ask is not None and not names_host else None
+    if mpi_job is not None:
+        job_id = variables.job_id() or f"job-{mpi_job.job}"
+        chief = (mpi_job.chief, *[""] * (size - 1))
         return ClusterSpec(workers=chief, index=index, job_id=job_id, source=launcher.name)
     # Without an id two jobs on one host would derive the same port; their processes have different ancestors.
     job = _job(variables, launcher) or (local and launcher_process(launcher.rank)) or ""

@@ -186,8 +186,8 @@ def all_gather(replica: Replica, value: Any, axis: int) -> torch.Tensor:
     tensor = _as_tensor(value)
     # Whether the result needs a gradient is known when all have met, and torch asks for it here: this input says yes.
     differentiable = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
-    asked = tensor.new_empty(0, requires_grad=True) if differentiable else None
-    gathered: torch.Tensor = _AllGather.apply(tensor, asked, replica, axis)  # type: ignore[no-untyped-call]
+    mark = tensor.new_empty(0, requires_grad=True) if differentiable else None
+    gathered: torch.Tensor = _AllGather.apply(tensor, mark, replica, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -216,9 +216,9 @@ class _AllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, asked: torch.Tensor | None, replica: Replica, axis: int) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, mark: torch.Tensor | None, replica: Replica, axis: int) -> torch.Tensor:
         ctx.replica, ctx.axis, ctx.name = replica, axis, f"all_gather(axis={axis})"
-        workers, needs_gradient = replica.workers, asked is not None and ctx.needs_input_grad[0]
+        workers, needs_gradient = replica.workers, mark is not None and ctx.needs_input_grad[0]
 
         def combine(values: list[tuple[torch.Tensor, bool]]) -> tuple[torch.Tensor, list[int], bool]:
             # The backward pass cuts each replica's part from a sum over all, so it must know where the part begins
@@ -232,10 +232,10 @@ class _AllGather(torch.autograd.Function):
             begins = [first + sum(local[:number]) for number in range(len(local))]
             return gathered, begins, any(needs for _, needs in of_workers)
 
-        gathered, begins, needed = replica.meet(ctx.name, (value, needs_gradient), combine)
+        gathered, begins, any_needs_gradient = replica.meet(ctx.name, (value, needs_gradient), combine)
         ctx.begin, ctx.length = begins[replica.local_replica], value.shape[axis]
         result = _own_copy(gathered, value)
-        if not needed:
+        if not any_needs_gradient:
             ctx.mark_non_differentiable(result)
         return result
 

@@ -236,12 +236,12 @@ class _FlatIndex(RaggedLeaf):
         return self.tensor
 
     def part(self, start: int, size: int) -> RaggedLeaf:
-        taken = self.members.take(self.tensor, 0, start, size)  # a copy
+        entries = self.members.take(self.tensor, 0, start, size)  # a copy
         if self.column is None:
-            taken = taken - start
+            entries = entries - start
         else:
-            taken[:, self.column] -= start
-        return _FlatIndex(self.members.part(start, size), taken, self.column)
+            entries[:, self.column] -= start
+        return _FlatIndex(self.members.part(start, size), entries, self.column)
 
 
 @final
@@ -300,23 +300,23 @@ class _ByIndex(Division):
 
     def mark(self, batch: Any, count_rows: Callable[[Any], int]) -> Any:
         tensor = _tensor_at(batch, self.index)
-        numbers = _column_of(tensor, self.column, _shown(self.index))
+        numbers = _column_of(tensor, self.column, _label(self.index))
         flat = {path: _tensor_at(batch, path) for path in self.of}
         rest = _replaced(batch, dict.fromkeys([self.index, *self.of]))
         try:
             examples = count_rows(rest)
         except DataError as error:
             raise DataError(
-                f"{_shown(self.index)} tells which example an entry is of, and not how many examples there are, which "
+                f"{_label(self.index)} tells which example an entry is of, and not how many examples there are, which "
                 f"is the number of rows of the rest of the batch: {error}"
             ) from error
         if numbers.numel() and not (int(numbers.min()) >= 0 and int(numbers.max()) < examples):
             raise DataError(
-                f"{_shown(self.index)} has numbers from {int(numbers.min())} to {int(numbers.max())}, but the batch "
+                f"{_label(self.index)} has numbers from {int(numbers.min())} to {int(numbers.max())}, but the batch "
                 f"has {examples} examples; give numbers from 0 to {examples - 1}"
             )
         members = _Index(numbers, examples)
-        _check_lengths(flat, 0, len(numbers), _shown(self.index))
+        _check_lengths(flat, 0, len(numbers), _label(self.index))
         leaves: dict[tuple[str | int, ...], RaggedLeaf] = {
             path: _Flat(members, value, 0) for path, value in flat.items()
         }
@@ -331,16 +331,16 @@ class _ByBoundaries(Division):
     dim: int
 
     def mark(self, batch: Any, count_rows: Callable[[Any], int]) -> Any:
-        first, *others = (_tensor_at(batch, path) for path in self.boundaries)
-        name = _shown(self.boundaries[0])
+        first, *further = (_tensor_at(batch, path) for path in self.boundaries)
+        name = _label(self.boundaries[0])
         starts = _column_of(first, None, name).tolist()
         if not starts or starts[0] != 0 or starts != sorted(starts):
             raise DataError(
                 f"{name} begins with {starts[:4]}, expected boundaries that begin with 0 and do not fall, one more "
                 "than there are examples"
             )
-        if any(not torch.equal(first, other) for other in others):
-            raise DataError(f"{', '.join(map(_shown, self.boundaries))} differ; give boundaries that are equal")
+        if any(not torch.equal(first, tensor) for tensor in further):
+            raise DataError(f"{', '.join(map(_label, self.boundaries))} differ; give boundaries that are equal")
         marked = _marked_flat(batch, self.of, _Bounds(tuple(starts)), self.dim, name)
         return _replaced(marked, {path: _Boundaries(_tensor_at(batch, path)) for path in self.boundaries})
 
@@ -353,9 +353,9 @@ class _ByLengths(Division):
     dim: int
 
     def mark(self, batch: Any, count_rows: Callable[[Any], int]) -> Any:
-        lengths = _column_of(_tensor_at(batch, self.lengths), None, _shown(self.lengths))
+        lengths = _column_of(_tensor_at(batch, self.lengths), None, _label(self.lengths))
         starts = [0, *lengths.cumsum(0).tolist()]
-        return _marked_flat(batch, self.of, _Bounds(tuple(starts)), self.dim, f"the sum of {_shown(self.lengths)}")
+        return _marked_flat(batch, self.of, _Bounds(tuple(starts)), self.dim, f"the sum of {_label(self.lengths)}")
 
 
 @final
@@ -375,7 +375,7 @@ class _InOrder(Division):
         if not tensor.ndim or len(tensor) % self.times:
             what = f"{self.times} blocks" if self.blocks else f"groups of {self.times}"
             raise DataError(
-                f"{_shown(path)} has shape {tuple(tensor.shape)}, whose rows do not make {what}; name the tensors that "
+                f"{_label(path)} has shape {tuple(tensor.shape)}, whose rows do not make {what}; name the tensors that "
                 "do with of=[...]"
             )
         examples = len(tensor) // self.times
@@ -403,7 +403,7 @@ def _check_lengths(flat: Mapping[tuple[str | int, ...], Tensor], dim: int, entri
     for path, tensor in flat.items():
         if tensor.ndim <= dim or tensor.size(dim) != entries:
             raise DataError(
-                f"{_shown(path)} has shape {tuple(tensor.shape)}, but {name} is of {entries} entries, which are its "
+                f"{_label(path)} has shape {tuple(tensor.shape)}, but {name} is of {entries} entries, which are its "
                 f"dim {dim}; give tensors of as many entries there, and name no other ones in of=[...]"
             )
 
@@ -431,7 +431,7 @@ def _paths(what: str, names: Sequence[Name]) -> tuple[tuple[str | int, ...], ...
     return tuple(map(_path, names))
 
 
-def _shown(path: tuple[str | int, ...]) -> str:
+def _label(path: tuple[str | int, ...]) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -439,18 +439,18 @@ def _tensor_at(batch: Any, path: tuple[str | int, ...]) -> Tensor:
     node = batch
     for depth, key in enumerate(path):
         if children(node, "") is None:
-            raise DataError(f"{_shown(path[:depth])} is a {type(node).__name__}, in which there is no {_shown(path)}")
+            raise DataError(f"{_label(path[:depth])} is a {type(node).__name__}, in which there is no {_label(path)}")
         try:
             node = node[key]
         except (KeyError, IndexError, TypeError) as error:
-            names = ", ".join(name for name, _ in children(node, _shown(path[:depth])) or ())
-            raise DataError(f"a batch has no {_shown(path)}; it has {names}") from error
+            names = ", ".join(name for name, _ in children(node, _label(path[:depth])) or ())
+            raise DataError(f"a batch has no {_label(path)}; it has {names}") from error
     try:
         tensor = torch.as_tensor(node)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{_shown(path)} is a {type(node).__name__}, expected a tensor or an array") from error
+        raise DataError(f"{_label(path)} is a {type(node).__name__}, expected a tensor or an array") from error
     if not is_plain(tensor):
-        raise DataError(f"{_shown(path)} is a nested or sparse tensor, expected a dense one")
+        raise DataError(f"{_label(path)} is a nested or sparse tensor, expected a dense one")
     return tensor
 
 

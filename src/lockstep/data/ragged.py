@@ -168,8 +168,8 @@ def _check_graphs(batch: Any, slices: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuses attributes that were set on a batch, or have become longer, after it was made of graphs."""
     for store in batch.stores:
         names = slices[store._key]
-        made = {"batch", "ptr", "num_nodes", *(f"{name}_{end}" for name in names for end in ("batch", "ptr"))}
-        changed = [name for name in store if name not in names and name not in made]
+        derived = {"batch", "ptr", "num_nodes", *(f"{name}_{end}" for name in names for end in ("batch", "ptr"))}
+        changed = [name for name in store if name not in names and name not in derived]
         changed += [name for name in names if name in store and not _has_length(batch, store, name, names[name])]
         if changed:
             raise DataError(

@@ -23,8 +23,8 @@ MESSAGE_LENGTH = 600
 EXIT_OF_SURVIVOR = 138
 """The exit code of a worker that ends because another one was lost or has failed.
 
-Operators of Kubernetes take codes up to 127 for permanent failures, and of those above some for permanent too. 138, as
-of SIGUSR1, is the one that Kubeflow's training operator leaves to programs that are to be started again.
+Operators of Kubernetes take codes up to 127 for permanent failures: with restartPolicy ExitCode, Kubeflow's training
+operator starts a pod again whose code is at least 128 (its pkg/util/train/train_util.go). 138 is that of SIGUSR1.
 """
 
 

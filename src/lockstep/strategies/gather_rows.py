@@ -13,6 +13,8 @@ There are two ways to count the loss of a gathered batch once, and each gives th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,35 +31,40 @@ T = TypeVar("T")
 
 
 @dataclass
-class GatherBlock:
-    """A block of a replica's step in which ``gather_rows`` may be called.
-
-    Args:
-        counts: whether the replica's rows do; False for one that has none, and computes some of another's so that it
-            meets the others in collectives: these are left out.
+class Gathered:
+    """What ``gather_rows`` has done in a ``gather_block``.
 
     Attributes:
-        has_gathered: whether rows have been gathered, so that every replica must run the backward pass.
+        counts: whether the replica's rows do.
+        any: whether rows have been gathered, so that every replica must run the backward pass.
     """
 
     counts: bool
-    has_gathered: bool = False
-
-    def __enter__(self) -> GatherBlock:
-        self._token = _block.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _block.reset(self._token)
+    any: bool = False
 
 
-_block: ContextVar[GatherBlock | None] = ContextVar("lockstep_gather_block", default=None)
+_gathered: ContextVar[Gathered | None] = ContextVar("lockstep_gathered", default=None)
+
+
+@contextmanager
+def gather_block(*, counts: bool) -> Iterator[Gathered]:
+    """A block of a replica's step in which ``gather_rows`` may be called.
+
+    ``counts`` is False for a replica that has no rows, and computes some of another's so that it meets the others in
+    collectives: ``gather_rows`` leaves these out.
+    """
+    gathered = Gathered(counts)
+    token = _gathered.set(gathered)
+    try:
+        yield gathered
+    finally:
+        _gathered.reset(token)
 
 
 def has_gathered_rows() -> bool:
-    """Whether ``gather_rows`` has been called in the ``GatherBlock`` in which this is."""
-    block = _block.get()
-    return block is not None and block.has_gathered
+    """Whether ``gather_rows`` has been called in the ``gather_block`` in which this is."""
+    gathered = _gathered.get()
+    return gathered is not None and gathered.any
 
 
 def gather_rows(value: T) -> T:
@@ -91,8 +98,8 @@ def gather_rows(value: T) -> T:
     context = _context("gather_rows")
     if context is None:
         return value
-    if (block := _block.get()) is not None:
-        block.has_gathered = True
+    if (block := _gathered.get()) is not None:
+        block.any = True
     if block is not None and not block.counts:
         value = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, value)
     gathered: T = context.all_gather(value, axis=0)
@@ -120,7 +127,7 @@ def row_numbers(value: torch.Tensor) -> torch.Tensor:
     if not value.ndim:
         raise ConfigError("row_numbers got a tensor without dimensions, expected one of shape [rows, ...]")
     rows = len(value)
-    block = _block.get()
+    block = _gathered.get()
     if context is not None and block is not None and not block.counts:
         _first_row(context, 0)
         return torch.zeros(rows, dtype=torch.int64, device=value.device)

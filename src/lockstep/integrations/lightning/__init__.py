@@ -3,6 +3,7 @@
     strategy      what Lightning calls: begin here
     steps         runs training_step and its like on shards
     values        numbers of the batch from those of shards
+    rules         which way of combining them a number follows
     logged        self.log
     metrics       torchmetrics of the module
     attributes    what steps set on the module

@@ -41,18 +41,21 @@ class Change:
 class AttributeWatch:
     """Looks at the attributes of the parts of one copy before and after a step.
 
-    ``ignored`` are names of Lightning's own.
+    Args:
+        parts: the modules with the attributes.
+        ignored: names of Lightning's own.
+        containers: whether dicts and lists of lists are looked at too, which takes time for each of their items.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], ignored: frozenset[str]) -> None:
+    def __init__(self, parts: Sequence[nn.Module], ignored: frozenset[str], *, containers: bool = False) -> None:
         self._parts, self._ignored = parts, ignored
         self._before = {place: self._noted(value) for place, value in self._present()}
-        self._nested = {
-            (number, name): (value, _copied(value), _signature(value))
-            for number, part in enumerate(parts)
+        self._containers = [
+            (name, value, _snapshot(value), _signature(value))
+            for part in (parts if containers else ())
             for name, value in vars(part).items()
             if name not in ignored and _is_nested(value)
-        }
+        ]
 
     def _present(self) -> list[tuple[Place, Any]]:
         return [
@@ -84,13 +87,13 @@ class AttributeWatch:
                 changes[place] = Change("value", value)
         return changes
 
-    def not_joined(self) -> list[str]:
+    def changed_containers(self) -> list[str]:
         """The names of the dicts and lists of lists that have changed since the watch was made."""
-        return [name for (_, name), (value, _, before) in self._nested.items() if _signature(value) != before]
+        return [name for name, value, _, before in self._containers if _signature(value) != before]
 
     def undo(self) -> None:
         """Brings the attributes to what they were, but for what was written into tensors."""
-        for value, before, _ in self._nested.values():
+        for _, value, before, _ in self._containers:
             _restore(value, before)
         for place, value in self._present():
             if place not in self._before:
@@ -160,29 +163,38 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _copied(value: Any) -> Any:
-    """A dict or list, and the dicts and lists in it, as they are now."""
+_DEPTH = 4
+"""Of containers in containers that are looked at: a deeper one may well hold itself."""
+
+
+def _snapshot(value: Any, depth: int = _DEPTH) -> Any:
+    """The items of a dict or list, and of those in it, as they are now."""
+    if not depth:
+        return None
     if isinstance(value, dict):
-        return [(key, item, _copied(item)) for key, item in value.items()]
-    return [(item, _copied(item)) for item in value] if isinstance(value, list) else None
+        return [(key, item, _snapshot(item, depth - 1)) for key, item in value.items()]
+    return [(item, _snapshot(item, depth - 1)) for item in value] if isinstance(value, list) else None
 
 
 def _restore(value: Any, before: Any) -> None:
+    """Gives a dict or list the items of a snapshot."""
+    if before is None:
+        return
     if isinstance(value, dict):
         value.clear()
         value.update((key, item) for key, item, _ in before)
-    elif isinstance(value, list):
+    else:
         value[:] = [item for item, _ in before]
-    for *_, item, inner in before or ():
+    for *_, item, inner in before:
         _restore(item, inner)
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any, depth: int = _DEPTH) -> Any:
     """What differs once a dict or list, or one in it, has changed."""
-    if isinstance(value, dict):
-        return [(key, _signature(item)) for key, item in value.items()]
-    if isinstance(value, list):
-        return [_signature(item) for item in value]
+    if isinstance(value, dict) and depth:
+        return [(key, _signature(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, list) and depth:
+        return [_signature(item, depth - 1) for item in value]
     return value if isinstance(value, (int, float, str, bool)) else id(value)
 
 

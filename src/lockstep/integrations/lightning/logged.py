@@ -40,7 +40,7 @@ class Logged:
     def is_number(self) -> bool:
         return isinstance(self.value, (Tensor, int, float))
 
-    def sent(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """The same for another worker, which has a metric of its own."""
         return {**vars(self), "value": self.value if self.is_number else None}
 

@@ -37,6 +37,7 @@ from lockstep.mirroring.metric import (
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 
+_AGGREGATORS = frozenset(["BaseAggregator", "RunningMean", "RunningSum"])  # of torchmetrics 1.9
 _METHODS = ("update", "forward", "compute", "reset")
 _mode: ContextVar[Literal["all", "alone", "compared"]] = ContextVar("lockstep_metrics", default="all")
 
@@ -119,21 +120,23 @@ class _Answers:
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         context = get_replica_context()
-        if context is not None:
-            self._refuse_number_of_shard(context, args, kwargs)
         if context is None:
             self.plain["update"](*args, **kwargs)
-        elif _mode.get() == "compared":
+            return
+        self._refuse_number_of_shard(context, args, kwargs)
+        if _mode.get() == "compared":
             self._update_for_call(context, args, kwargs)
         else:
             self.copies[context.local_replica].update(*args, **kwargs)
 
-    def _refuse_number_of_shard(self, context: ReplicaContext, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Refuses one number of each replica in MeanMetric and its like, to which it would be one of the batch."""
-        is_aggregator = any(kind.__name__ == "BaseAggregator" for kind in type(self.part).__mro__)
-        if not is_aggregator or context.num_replicas_in_sync == 1 or "weight" in kwargs or len(args) != 1:
+    def _refuse_number_of_shard(self, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses a single number in MeanMetric and its like, which would count each replica's as that of a batch."""
+        if context.num_replicas_in_sync == 1 or _mode.get() == "alone" or len(args) + len(kwargs) != 1:
+            return  # with a weight there are two
+        if not any(kind.__name__ in _AGGREGATORS for kind in type(self.part).__mro__):
             return
-        if isinstance(args[0], (int, float)) or (isinstance(args[0], torch.Tensor) and not args[0].ndim):
+        (value,) = (*args, *kwargs.values())
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.ndim):
             raise UsageError(
                 f"{type(self.part).__name__} got one number in a step, which is that of one replica's rows, and there "
                 f"are {context.num_replicas_in_sync}; give it the numbers of the rows (a loss with reduction='none'), "

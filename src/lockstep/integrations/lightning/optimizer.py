@@ -13,7 +13,7 @@ from lockstep.strategies.base import Strategy
 
 
 class LightningStep(MirroredOptimizer):
-    """A mirrored optimizer whose closure runs outside replicas, as Lightning's does: its parts run in them."""
+    """A mirrored optimizer for Lightning, which calls ``step(closure)`` outside replicas; the step is that of all."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()

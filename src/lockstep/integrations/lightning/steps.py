@@ -1,14 +1,13 @@
 """Runs the steps of a LightningModule on all replicas.
 
 batch -> shards -> in each replica: copy.training_step(shard) -> loss, logged values, changes of attributes
-                                     rules (values.py)           `-> those of the batch
+                                     rules (rules.py)            `-> those of the batch
 backward                             each replica's loss, times its weight in the loss of the batch
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,20 +24,19 @@ from lockstep.data.batch_lists import ListReader
 from lockstep.data.error_notes import WithRows
 from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import LocalRows, batch_rows, local_rows, local_shards, split_batch
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import UsageError
 from lockstep.integrations.lightning.attributes import AttributeWatch, Change, Place, joined_changes
 from lockstep.integrations.lightning.joined import joined
 from lockstep.integrations.lightning.logged import Key, Logged, Recorder, give, recorder
 from lockstep.integrations.lightning.metrics import metrics_alone
-from lockstep.integrations.lightning.values import SAME, Part, candidates, combined, fits, tolerance_of, weights_of
+from lockstep.integrations.lightning.rules import LOSS, Comparisons, Rules, compared, of_plain, plain, rule_of_loss
+from lockstep.integrations.lightning.values import Part, combined, tolerance_of, weights_of
 from lockstep.mirroring.module.batch_norm import normalising_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import checked_alone, keeping_modes, replica_of_step
 from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.watch.loss_parts import FAILURES
-
-LOSS = "the loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +58,15 @@ class Outcome:
     logged: dict[Key, Logged] = field(default_factory=dict)
     changes: dict[Place, Change] = field(default_factory=dict)
 
-    def sent(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """The same in plain values, for other workers."""
         loss = None if self.loss is None else self.loss.detach().cpu()
-        logged = [(key, call.sent()) for key, call in self.logged.items()]
+        logged = [(key, call.to_plain()) for key, call in self.logged.items()]
         return {"rows": self.rows, "output": self.output, "loss": loss, "count": self.count, "logged": logged}
 
     @classmethod
-    def received(cls, values: dict[str, Any]) -> Outcome:
-        """That which another worker has sent."""
+    def of_plain(cls, values: dict[str, Any]) -> Outcome:
+        """The outcome that another worker has made plain."""
         logged = {tuple(key): Logged(**call) for key, call in values["logged"]}
         return cls(**{**values, "logged": logged})
 
@@ -84,70 +82,6 @@ class Outcome:
             if change.kind == "number":
                 numbers.setdefault(f"self.{name}", Part(value=change.value, rows=self.rows))
         return numbers
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """What one replica has found of a number: the rules that fit, of those that were tried."""
-
-    fitting: tuple[str, ...]
-    whole: float
-    halves: float
-
-
-class Rules:
-    """Which rules the numbers of a step follow, found out in some of its first runs."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, str] = {}
-        self._runs = 0
-        self._warned: set[str] = set()
-
-    def is_due(self) -> bool:
-        """Whether this run is one of the 1st, 2nd, 4th, 8th, ..."""
-        self._runs += 1
-        return self._runs.bit_count() == 1
-
-    def decide(self, comparisons: Sequence[Mapping[str, _Comparison]], name: str, replicas: int) -> None:
-        """Takes the first rule that fits in all shards; refuses a loss that follows none, and warns of others."""
-        for number in dict.fromkeys(number for comparison in comparisons for number in comparison):
-            seen = [comparison[number] for comparison in comparisons if number in comparison]
-            seen = [one for one in seen if one.fitting != (SAME,)] or seen
-            fitting = [rule for rule in seen[0].fitting if all(rule in other.fitting for other in seen)]
-            if not fitting:
-                self._refuse(number, next(one for one in seen if not one.fitting or one is seen[-1]), name, replicas)
-            elif (known := self.known.get(number)) not in fitting:
-                if fitting == [SAME] and known is not None:
-                    continue  # not a number in this batch, which shows nothing
-                if known not in (None, SAME) and number not in self._warned:
-                    self._warn_of_late_rule(number, fitting[0], name)
-                self.known[number] = fitting[0]
-
-    def _refuse(self, number: str, seen: _Comparison, name: str, replicas: int) -> None:
-        text = (
-            f"{number} of {name} is {seen.whole:.6g} for the rows of a replica, and its halves give {seen.halves:.6g}: "
-            "it is neither a mean nor a sum over rows"
-        )
-        if number == LOSS:
-            raise ConfigError(
-                f"{text}, so {replicas} replicas would train with other numbers than one device; gather what is "
-                "compared with self.all_gather(value, sync_grads=True), return a mean over rows, or train with "
-                "replicas=1"
-            )
-        if number not in self._warned:
-            self._warned.add(number)
-            warnings.warn(
-                f"{text}, so it is not what one device has; log a torchmetrics metric instead, whose states are merged",
-                stacklevel=4,
-            )
-
-    def _warn_of_late_rule(self, number: str, rule: str, name: str) -> None:
-        self._warned.add(number)
-        warnings.warn(
-            f"run {self._runs} of {name} shows that {number} is combined by {rule}, and until now it was combined by "
-            f"{self.known[number]}; earlier steps may have other numbers than one device",
-            stacklevel=4,
-        )
 
 
 class ModuleSteps:
@@ -189,28 +123,28 @@ class ModuleSteps:
             factor: by which the loss is probably multiplied before ``backward``.
         """
         self._factor = factor
-        key = f"{name} {rest[1:]}"  # of each data loader
-        rules, reader = self._rules.setdefault(key, Rules()), self._readers.setdefault(key, self._reader())
-        shards, total = self._divided(batch, reader)
         replicas = self._strategy.num_replicas_in_sync
+        key = f"{name} {rest[1:]}"  # of each data loader
+        rules, reader = self._rules.setdefault(key, Rules(replicas)), self._readers.setdefault(key, self._reader())
+        shards, total = self._divided(batch, reader)
         alone = total < replicas  # one replica has the whole batch
         largest = total if alone else math.ceil(total / replicas)  # of all workers, which compare together
         if replicas > 1 and largest > 1 and rules.is_due():
             self._compare(name, shards, rest, rules, reader)
         # Without sums after it: the gradients are no one's yet.
         with self._mirrored.no_sync():
-            results = self._strategy.run(self._in_replica, (name, shards, rest, rules.known, alone))
+            results = self._strategy.run(self._in_replica, (name, shards, rest, rules.by_name, alone))
         local: Sequence[Outcome] = self._strategy.local_results(results)
         outcomes = [outcome for outcome in self._of_all_workers(local) if outcome.rows]
         rows = [outcome.rows for outcome in outcomes]
         device = self._strategy.devices[0].torch_device
         if trainer._results is not None:
-            give(trainer, [outcome.logged for outcome in outcomes], rows, rules.known, device)
+            give(trainer, [outcome.logged for outcome in outcomes], rows, rules.by_name, device)
         output = joined([outcome.output for outcome in outcomes], rows, device, f"the output of {name}")
         parts = [part for outcome in outcomes if (part := outcome.parts().get(LOSS)) is not None]
         if not parts:
             return None, output
-        return torch.as_tensor(combined(_rule_of_loss(parts, rules.known), parts, device), device=device), output
+        return torch.as_tensor(combined(rule_of_loss(parts, rules.by_name), parts, device), device=device), output
 
     def _reader(self) -> ListReader:
         return ListReader(records_are_rows=True, copies=self._strategy.workers.any_layout)
@@ -253,8 +187,6 @@ class ModuleSteps:
             with metrics_alone() if alone else _nothing():
                 outcome = self._call(name, shard.batch, shard.rows, rest)
                 outcome.changes = watch.changes()
-                if context.num_replicas_in_sync > 1:
-                    _warn_of_not_joined(name, watch.not_joined())
         if name == "training_step":
             self._back_propagate(outcome, rules)
         self._join_attributes(watch, outcome, rules)
@@ -265,10 +197,10 @@ class ModuleSteps:
         context = replica_of_step()
 
         def weigh(parts: list[tuple[int, Part | None]]) -> list[float]:
-            sent = [(rows, None if part is None else (part.number, part.count)) for rows, part in parts]
+            plain = [(rows, None if part is None else (part.number, part.count)) for rows, part in parts]
             everyones = [
                 (rows, None if part is None else Part(value=part[0], rows=rows, count=part[1]))
-                for worker in all_gather_object(context.workers, "losses of a step", sent)
+                for worker in all_gather_object(context.workers, "losses of a step", plain)
                 for rows, part in worker
             ]
             losses = [part for _, part in everyones if part is not None]
@@ -277,7 +209,7 @@ class ModuleSteps:
                     f"training_step returned a loss in {len(losses)} replicas and None in the others; one device skips "
                     "the whole batch or nothing of it: return a loss of zero instead of None"
                 )
-            weights = iter(weights_of(_rule_of_loss(losses, rules), losses) if losses else ())
+            weights = iter(weights_of(rule_of_loss(losses, rules), losses) if losses else ())
             return [0.0 if part is None else next(weights) for _, part in everyones]
 
         part = outcome.parts().get(LOSS)
@@ -316,11 +248,11 @@ class ModuleSteps:
                 changed = any(flag for (flag,) in flags)
             if not changed:
                 return {}
-            sent = [
+            plain = [
                 (rows, [(place, change.kind, change.value) for place, change in items.items()])
                 for rows, items in values
             ]
-            everyones = all_gather_object(workers, "what a step sets", sent)
+            everyones = all_gather_object(workers, "what a step sets", plain)
             with_rows = [
                 (rows, {tuple(place): Change(kind, value) for place, kind, value in items})
                 for worker in everyones
@@ -380,25 +312,17 @@ class ModuleSteps:
     ) -> None:
         """Finds out how the numbers of a step are combined. Every worker must call it."""
         results = self._strategy.run(self._compare_in_replica, (name, shards, rest, reader))
-        local = self._strategy.local_results(results)
-        sent = [{name: (one.fitting, one.whole, one.halves) for name, one in (found or {}).items()} for found in local]
-        everyones = all_gather_object(self._strategy.workers, "the comparison of a step", sent)
-        comparisons = [
-            {name: _Comparison(tuple(fitting), whole, halves) for name, (fitting, whole, halves) in found.items()}
-            for worker in everyones
-            for found in worker
-        ]
-        rules.decide(comparisons, name, self._strategy.num_replicas_in_sync)
+        local: Sequence[Comparisons] = self._strategy.local_results(results)
+        everyones = all_gather_object(self._strategy.workers, "the comparison of a step", [plain(c) for c in local])
+        rules.decide([of_plain(values) for worker in everyones for values in worker], name)
 
-    def _compare_in_replica(
-        self, name: str, shard: Shard, rest: tuple[Any, ...], reader: ListReader
-    ) -> dict[str, _Comparison] | None:
-        """Compares the numbers of a shard with those of its halves; None if it cannot be done."""
+    def _compare_in_replica(self, name: str, shard: Shard, rest: tuple[Any, ...], reader: ListReader) -> Comparisons:
+        """Compares the numbers of a shard with those of its halves, if that can be done."""
         if shard.rows < 2:
-            return None
+            return Comparisons()
         context = replica_of_step()
         copy = self._mirrored.copies[context.local_replica]
-        watch = AttributeWatch(self._watched[context.local_replica], self._ignored)
+        watch = AttributeWatch(self._watched[context.local_replica], self._ignored, containers=True)
         states = {name: buffer.clone() for name, buffer in copy.named_buffers()}
         try:
             with ExitStack() as blocks:
@@ -412,15 +336,17 @@ class ModuleSteps:
                 copy.eval()
                 if name == "training_step":
                     self._show_training(watch, lambda: self._call(name, shard.batch, shard.rows, rest))
-                outcomes = []
+                outcomes: list[Outcome] = []
+                containers: list[str] = []
                 for batch in (shard.batch, *split_batch(shard.batch, 2, reader)):
                     rows = shard.rows if batch is shard.batch else batch_rows(reader.marked(batch))
                     outcome = self._call(name, batch, rows, rest)
                     outcome.changes = watch.changes()
+                    containers = containers or watch.changed_containers()
                     watch.undo()
                     outcomes.append(outcome)
         except FAILURES:  # the step itself raises it, or calls collectives
-            return None
+            return Comparisons()
         finally:
             watch.undo()
             for name, buffer in copy.named_buffers():
@@ -428,7 +354,9 @@ class ModuleSteps:
                     buffer.data.copy_(states[name])
         whole, *halves = outcomes
         tolerance = tolerance_of([*tree_leaves(shard.batch), *copy.parameters()])
-        return _comparisons(whole, halves, tolerance)
+        assumed = {logged.name: logged.assumed for logged in whole.logged.values()}
+        numbers = compared(whole.parts(), [(half.rows, half.parts()) for half in halves], assumed, tolerance=tolerance)
+        return Comparisons(numbers, tuple(containers))
 
     def _show_training(self, watch: AttributeWatch, call: Callable[[], Outcome]) -> None:
         """Has the module itself train, and not its parts, if its step then gives the same number twice.
@@ -453,8 +381,8 @@ class ModuleSteps:
         workers = self._strategy.workers
         if workers.is_single:
             return local
-        everyones = all_gather_object(workers, "the results of a step", [outcome.sent() for outcome in local])
-        return [Outcome.received(outcome) for worker in everyones for outcome in worker]
+        everyones = all_gather_object(workers, "the results of a step", [outcome.to_plain() for outcome in local])
+        return [Outcome.of_plain(outcome) for worker in everyones for outcome in worker]
 
     def backward(self, factor: float, optimizers: Sequence[Any], *, sums: bool) -> None:
         """Adds the gradients of the last step to those that there are. Every worker must call it.
@@ -484,20 +412,6 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _warn_of_not_joined(step: str, names: Sequence[str]) -> None:
-    for name in names:
-        warnings.warn(
-            f"{step} changes self.{name}, a dict or a list of lists, in each replica for its own rows, and the module "
-            "keeps that of replica 0; numbers, tensors and lists of one item a step are joined: collect in these, in a "
-            "torchmetrics metric, or in a hook such as on_validation_batch_end",
-            stacklevel=2,
-        )
-
-
-def _rule_of_loss(parts: Sequence[Part], rules: Mapping[str, str]) -> str:
-    return rules.get(LOSS) or candidates(parts, "rows")[0]
-
-
 def _detached(structure: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
 
@@ -512,24 +426,3 @@ def _count_of(tracer: ReductionTracer, value: Tensor) -> float | None:
     """What a number is a mean over, if its division was traced."""
     pair = tracer.pair_of(value)
     return None if pair is None else float(pair[1].detach() if isinstance(pair[1], Tensor) else pair[1])
-
-
-def _comparisons(whole: Outcome, halves: Sequence[Outcome], tolerance: float) -> dict[str, _Comparison]:
-    parts, parts_of_halves = whole.parts(), [half.parts() for half in halves]
-    result: dict[str, _Comparison] = {}
-    for number, part in parts.items():
-        if not number.startswith("self.") and not all(number in half for half in parts_of_halves):
-            continue
-        # What a step has left as it was, it has changed by 0: a count of what some rows have.
-        of_halves = [
-            found.get(number, Part(value=0, rows=half.rows))
-            for found, half in zip(parts_of_halves, halves, strict=True)
-        ]
-        numbers = [one.number for one in (part, *of_halves)]
-        if not all(map(math.isfinite, numbers)) and (number == LOSS or not all(map(math.isnan, numbers))):
-            continue  # such as a mean over labels that are all ignored, which shows nothing
-        assumed = next((logged.assumed for logged in whole.logged.values() if logged.name == number), "rows")
-        rules = candidates(of_halves, assumed, adds_up=number == LOSS)
-        fitting = [rule for rule in rules if fits(rule, part, of_halves, tolerance=tolerance)]
-        result[number] = _Comparison(tuple(fitting), part.number, float(combined("rows", of_halves)))
-    return result

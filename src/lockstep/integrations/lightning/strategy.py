@@ -63,7 +63,7 @@ class ReplicaStrategy:
         if strategy is not None and (devices is not None or replicas is not None or seed is not None):
             raise ConfigError("LockstepStrategy got strategy= and devices=, replicas= or seed=; give one or the other")
         self._devices, self._number, self._seed = devices, replicas, seed
-        self._chosen = strategy or current_strategy()
+        self._strategy = strategy or current_strategy()
         self._layer_sync: Any = None  # Lightning sets it with sync_batchnorm=True
         self.parallel_devices: list[Any] | None = None  # those of Trainer(devices=...)
         self._steps: ModuleSteps | None = None
@@ -76,9 +76,9 @@ class ReplicaStrategy:
     @property
     def strategy(self) -> Strategy:
         """The strategy on whose replicas the steps run."""
-        if self._chosen is None:
-            self._chosen = self._choose()
-        return self._chosen
+        if self._strategy is None:
+            self._strategy = self._choose()
+        return self._strategy
 
     def _choose(self) -> Strategy:
         if declared_job() is not None:

@@ -100,9 +100,9 @@ def combined(rule: str, parts: Sequence[Part], device: torch.device | None = Non
 
 
 def candidates(parts: Sequence[Part], assumed: str, *, adds_up: bool = False) -> list[str]:
-    """The rules that a number may follow, the likeliest first; with ``adds_up`` those of sums, whose gradients add up.
+    """The rules that a number may follow, the likeliest first; with ``adds_up`` only means and sums.
 
-    A maximum of some rows is one in their halves too, but no share of a replica's gradients makes its gradient.
+    The gradient of a maximum is that of one row, and not a weighted sum of the replicas' gradients.
     """
     if all(math.isnan(part.number) for part in parts):
         return [SAME]  # in a comparison, metrics have no value

@@ -56,13 +56,7 @@ class CountedItems(Tensor):
 
 
 class Share:
-    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``.
-
-    Attributes:
-        gathers: whether the loss has gathered rows, so that its backward pass must run for those of other replicas.
-    """
-
-    gathers = False
+    """A shard's share of the loss, known once the loss has been computed: of ``count`` rows or tokens in ``total``."""
 
     def __init__(self, count: int, total: int) -> None:
         self._count = count
@@ -115,7 +109,7 @@ def current_share() -> Share | None:
 def is_left_out() -> bool:
     """Whether the loss that this thread computes is that of no row or token: it may be 0 / 0."""
     share = _share.get()
-    return share is not None and share.factor == 0.0 and not share.gathers
+    return share is not None and share.factor == 0.0
 
 
 def weighted(loss: Tensor) -> Tensor:

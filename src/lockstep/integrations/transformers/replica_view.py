@@ -97,18 +97,6 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         """The number of rows of the replica's shard; 0 where it computes a row that does not count."""
         return self._rows or 0
 
-    def gather_rows(self, structure: Any) -> Any:
-        """The tensors of a structure with the rows of all replicas, differentiable. Every replica must call it."""
-        self.has_gathered = True
-        context = replica_of_step()
-
-        def gathered(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.ndim:
-                return leaf
-            return context.all_gather(leaf if self._rows else leaf[:0], 0)
-
-        return tree_map(gathered, structure)
-
     def gather(self, tensor: Any) -> Any:
         """The tensors of all replicas with rows, concatenated; numbers become [replicas]. Every replica must call it.
 
@@ -239,9 +227,9 @@ class TrainerViews:
         first, begun = self.views[0].__dict__, self._begun[0]
         for name, value in first.items():
             is_changed = name not in begun or begun[name] is not value
-            others = [view.__dict__.get(name) for view in self.views[1:]]
+            values_of_others = [view.__dict__.get(name) for view in self.views[1:]]
             if is_changed or (isinstance(value, _CONTAINERS) and name not in _DATA):
-                merged = _merged([value, *others], self._rows)
+                merged = _merged([value, *values_of_others], self._rows)
                 if is_changed or merged is not value:
                     self._trainer.__dict__[name] = merged
 
@@ -282,17 +270,17 @@ def _copies_in(value: Any, replica: int) -> Any:
 
 def _merged(values: Sequence[Any], rows: Sequence[int]) -> Any:
     """Replica 0's value, in which floats that differ between replicas are means; containers are changed in place."""
-    first, *others = values
-    if all(other is first for other in others) or any(type(other) is not type(first) for other in others):
+    first, *further = values
+    if all(other is first for other in further) or any(type(other) is not type(first) for other in further):
         return first
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
         return _mean(values, rows)
     if isinstance(first, dict):
         for key in first:
-            if all(key in other for other in others):
-                first[key] = _merged([first[key], *(other[key] for other in others)], rows)
-    elif isinstance(first, (list, deque)) and all(len(other) == len(first) for other in others):
-        if all(all(map(is_, first, other)) for other in others):  # 20 ms of a million items, 50 in the loop below
+            if all(key in other for other in further):
+                first[key] = _merged([first[key], *(other[key] for other in further)], rows)
+    elif isinstance(first, (list, deque)) and all(len(other) == len(first) for other in further):
+        if all(all(map(is_, first, other)) for other in further):  # 20 ms of a million items, 50 in the loop below
             return first
         for index, column in enumerate(zip(*values, strict=True)):
             if any(item is not column[0] for item in column):

@@ -57,7 +57,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context, in_context
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.gather_rows import GatherBlock, has_gathered_rows
+from lockstep.strategies.gather_rows import gather_block, has_gathered_rows
 from lockstep.train.batch import keeping_modes, preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
 
@@ -247,11 +247,11 @@ class Trainer(transformers.Trainer):
             if "_original_forward" not in copy.__dict__:  # set by accelerate where it handles the precision
                 self.accelerator.prepare_model(copy, device_placement=False, evaluation_mode=True)
         # After the model: copies of a module that holds it, such as a loss, hold its copies.
-        others = other_modules(self)
+        modules_by_name = other_modules(self)
         divides = self.strategy.num_replicas_in_sync > 1
         if divides:
-            check_losses(module for value in others.values() for module in modules_in(value))
-        self._other_mirrored = {name: self._mirrored_in(value) for name, value in others.items()}
+            check_losses(module for value in modules_by_name.values() for module in modules_in(value))
+        self._other_mirrored = {name: self._mirrored_in(value) for name, value in modules_by_name.items()}
         modules = [self._mirrored, *mirrored_modules(self._other_mirrored)]
         for module in modules:
             bind_forwards(module)
@@ -400,12 +400,13 @@ class Trainer(transformers.Trainer):
                 weighing(Share(shard.count, shard.total)) as share,
                 normalising_single_row(copy, (), dict(shard.inputs)),
                 self._gathering(view),
-                GatherBlock(counts=shard.rows > 0),
+                gather_block(counts=shard.rows > 0) as gathered,
             ):
                 step = super(Trainer, view).training_step
                 part = step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
                 if shard.count:
                     loss += part
+            view.accelerator.has_gathered |= gathered.any
         if self._sums_in_step:
             self._mirrored_optimizer.sum_gradients()
         return loss
@@ -445,10 +446,14 @@ class Trainer(transformers.Trainer):
     ) -> sharding.Prediction | None:
         if not shard.rows and not self._gathers:
             return None
-        block = GatherBlock(counts=shard.rows > 0)
-        with weighing(Share(shard.count, shard.total)) as share, self._gathering(view), block:
+        with (
+            weighing(Share(shard.count, shard.total)) as share,
+            self._gathering(view),
+            gather_block(counts=shard.rows > 0) as gathered,
+        ):
             step = super(Trainer, view).prediction_step
             loss, *outputs = step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        view.accelerator.has_gathered |= gathered.any
         if not shard.rows:
             return None
         if self._is_prepared and share.uses_items and loss is not None:  # of the whole batch: a part of a sum
@@ -458,8 +463,8 @@ class Trainer(transformers.Trainer):
     def _copy_reference(self) -> None:
         """Copies a reference model that TRL's callback has brought nearer to the model since the last step."""
         # It writes to .data, which changes no version of a weight, so that the copies would not follow.
-        every = getattr(self.args, "sync_ref_model", False) and getattr(self.args, "ref_model_sync_steps", 0)
-        if every and self.state.global_step % every == 0:
+        period = getattr(self.args, "sync_ref_model", False) and getattr(self.args, "ref_model_sync_steps", 0)
+        if period and self.state.global_step % period == 0:
             for mirrored in mirrored_modules(self._other_mirrored):
                 mirrored.load_state_dict(mirrored.module.state_dict())
 

@@ -21,6 +21,7 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.errors import ConfigError, UsageError
 from lockstep.integrations.transformers.loss_normalization import current_share
 from lockstep.integrations.transformers.replica_view import ReplicaAccelerator
+from lockstep.strategies.gather_rows import gather_rows
 
 _METHOD, _FLAG = "compute_loss_from_embeddings", "gather_across_devices"
 _MEANS_OVER_ROWS = frozenset(
@@ -104,7 +105,7 @@ def gathering(losses: Sequence[Any], accelerator: ReplicaAccelerator) -> Iterato
 
 
 class _Rows:
-    """The rows of all replicas, in the losses of one."""
+    """Gathers the rows of all replicas for the losses of one."""
 
     def __init__(self, accelerator: ReplicaAccelerator) -> None:
         self._accelerator = accelerator
@@ -119,10 +120,7 @@ class _Rows:
             if self._accelerator.is_alone:
                 return tree_map(torch.zeros_like, compute(*args, **named))
             self._check(args[0] if args else None)
-            share = current_share()
-            if share is not None:
-                share.gathers = True
-            args, named = self._accelerator.gather_rows((args, named))
+            args, named = tree_map(_of_whole_batch, (args, named))
             return compute(*args, **named)
         finally:
             self._is_within = False
@@ -138,3 +136,7 @@ class _Rows:
                 f"a loss that compares rows got embeddings of {max(lengths)} rows in a replica whose shard has {rows}; "
                 "give it those of the shard, as the Trainer gathers them"
             )
+
+
+def _of_whole_batch(leaf: Any) -> Any:
+    return gather_rows(leaf) if isinstance(leaf, Tensor) and leaf.ndim else leaf

@@ -187,7 +187,7 @@ class ReplicaRng(TorchFunctionMode):
         self._instead = self._all_instead = self._mended | dict(instead)
         self._guard: TorchCalled | None = None
         self._guarded = Guarded()
-        self._seen = _DRAWING  # functions whose every call is looked at by the guard, or draws
+        self._inspected = _DRAWING  # functions whose every call is looked at by the guard, or draws
         self._looks: tuple[TorchCalled, ...] = ()
         self._passed_on = _METADATA
         self._profile: Any = None  # the function of sys.setprofile, while a call is looked at
@@ -197,7 +197,7 @@ class ReplicaRng(TorchFunctionMode):
     def guarded_by(self, guard: TorchCalled, guarded: Guarded) -> None:
         """Has ``guard`` asked before every call that ``guarded`` does not tell to be harmless."""
         self._guard, self._guarded = guard, guarded
-        self._seen = _DRAWING | guarded.functions
+        self._inspected = _DRAWING | guarded.functions
 
     def use_replacements(self, *, use: bool) -> None:
         """Whether calls from now on use the functions given as ``instead``."""
@@ -224,7 +224,7 @@ class ReplicaRng(TorchFunctionMode):
         if self._looks:
             return self._looked_at(func, args, kwargs)
         # What most of the other calls are. Written out: a call of a function for it would take as long again.
-        if func not in self._seen and type(func) is not OpOverload and "out" not in kwargs:
+        if func not in self._inspected and type(func) is not OpOverload and "out" not in kwargs:
             local, foreign = self._guarded.local, self._guarded.foreign
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(arg)
